@@ -9,14 +9,22 @@ from typing import cast
 
 from loramux.config.images import parse_image_lora
 from loramux.config.serve import ServeConfig
-from loramux.diffusion.async_engine import AsyncImageEngine, ImageEngineOptions
+from loramux.diffusion.async_engine import AsyncImageEngine
+from loramux.diffusion.options import ImageEngineOptions
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import InvalidRequest
-from loramux.image_backend import ImageBackend
+from loramux.image_backend import ImageAdapterCard, ImageBackend
+from loramux.models.default_model import cache_folder
+from loramux.server.adapter_sources import AdapterSources
 from loramux.server.images.drawing import ImageModel
 from loramux.server.images.names import ImageNames
+from loramux.server.names import full_name
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.selection import other_modality
 from loramux.sources.config import SourceConfig
+from loramux.sources.kept import KeptAdapters
+from loramux.sources.parse import is_remote
+from loramux.threads import FETCHES, FOLDER_READS
 
 OnProgress = Callable[[str, float], None]
 
@@ -29,12 +37,12 @@ async def running_images(
     progress: OnProgress,
 ) -> AsyncIterator[ImageModel]:
     """The image model of the settings with its adapters; raises LoramuxError."""
-    progress("Loading the image model", 0.0)
-    engine = AsyncImageEngine(engine_options(config))
+    engine = AsyncImageEngine(engine_options(config), on_progress=progress)
     await engine.start()
     try:
-        names = await name_adapters(config, engine, registry, progress)
-        yield ImageModel(backend=engine, names=names)
+        names = await name_adapters(config, engine, registry, sources, progress)
+        fetched = AdapterSources(engine, names, sources, cache_folder() / "adapters")
+        yield ImageModel(backend=engine, names=names, sources=fetched)
     finally:
         await engine.close(drain_s=0)
 
@@ -59,22 +67,44 @@ async def name_adapters(
     config: ServeConfig,
     engine: ImageBackend,
     registry: RegistryAdapters | None,
+    sources: SourceConfig,
     progress: OnProgress,
 ) -> ImageNames:
     """Reads and checks the adapters of --image-lora; raises AdapterRefused."""
     names = ImageNames(engine, image_base_names(config) or (engine.card.name,), registry)
+    kept = KeptAdapters(sources, cache_folder() / "adapters")
     loras = [parse_image_lora(text) for text in config.images.image_lora]
+    taken = {*names.base_names, *(module.name for module in config.lora_modules)}
     for index, lora in enumerate(loras):
         progress(f"Reading adapter {lora.name}", index / len(loras))
-        taken = {*names.base_names, *(module.name for module in config.lora_modules)}
         if lora.name in taken:
             raise InvalidRequest(
                 f"The name {lora.name!r} is given to two models.", param="image_lora"
             )
-        names.bind(lora.name, await engine.add_adapter(lora.source))
+        names.bind(lora.name, await _add(engine, names, kept, lora.source))
         names.set_weight(lora.name, lora.weight)
     names.set_default(config.images.image_default_lora)
     return names
+
+
+async def _add(
+    engine: ImageBackend, names: ImageNames, kept: KeptAdapters, source: str
+) -> ImageAdapterCard:
+    """Adds an adapter of a file, a folder, a remote source, or a name of the registry."""
+    if is_remote(source):
+        return await engine.add_adapter(str(await FETCHES.run(kept.folder, source)))
+    if names.registry is None or await FOLDER_READS.run(Path(source).exists):
+        return await engine.add_adapter(source)
+    resolved = await names.registry.resolve(source)
+    if resolved.modality != "image":
+        raise other_modality(full_name(resolved), resolved.modality)
+    if resolved.recipe is not None:
+        raise InvalidRequest(
+            f"{source} is a sum of adapters. Requests may name it without a flag.",
+            param="image_lora",
+        )
+    await names.pull(resolved)
+    return engine.adapters[resolved.cid]
 
 
 def image_base_names(config: ServeConfig) -> tuple[str, ...]:

@@ -6,10 +6,14 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+IMAGE_NAMES = (
+    "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",
+    "transformer.transformer_blocks.0.attn.to_q.lora_B.weight",
+)
 CONFIG = {
     "peft_type": "LORA",
     "base_model_name_or_path": "tiny-llama",
@@ -35,6 +39,25 @@ def write_tiny(
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "adapter_model.safetensors").write_bytes(tiny_weights(seed, num_values=num_values))
     return folder
+
+
+def image_weights(
+    seed: int, *, names: Sequence[str] = IMAGE_NAMES, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Returns a safetensors file as trainers of image adapters write it, with tiny matrices."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for index, name in enumerate(names):
+        entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [16 * index, 16 * index + 16]}
+        entries[name] = entry
+    header = json.dumps(entries).encode()
+    values = struct.pack("<4f", *(float(seed + i) for i in range(4))) * len(names)
+    return struct.pack("<Q", len(header)) + header + values
+
+
+def write_image(path: Path, seed: int = 0, **content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(image_weights(seed, **content))
+    return path
 
 
 class FolderTier:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
+from loramux.adapters.images.files import is_image_adapter
 from loramux.adapters.signature import read_signatures, sign_manifest
 from loramux.cli.console import ByteView, say, size_text
 from loramux.cli.doctor import diagnose, measure, show_report
@@ -29,10 +30,12 @@ from loramux.cli.registry_options import (
 from loramux.cli.registry_view import show_alias
 from loramux.config.fields import parse_bytes
 from loramux.config.paths import FETCH_FOLDER, find_data_paths
+from loramux.errors import InvalidRequest
 from loramux.registry.names import check_alias, parse_push_reference
 from loramux.signing import read_private_key
 from loramux.sources.config import FetchLimits, HttpConfig, SourceConfig
 from loramux.store.manifest import folder_manifest
+from loramux.types.modality import Modality
 
 if TYPE_CHECKING:
     from loramux.store.library import Pushed
@@ -115,8 +118,9 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="Adapter folder, as PEFT saves it; or hf:owner/name[@revision], s3://, gs:// or "
-        "az:// with bucket/folder, https://host/folder.",
+        help="Adapter folder, as PEFT saves it, or a .safetensors file for an image model; or "
+        "hf:owner/name[@revision][:file], s3://, gs:// or az:// with bucket/folder, "
+        "https://host/folder.",
     ),
 ]
 ReferenceArgument = Annotated[
@@ -124,6 +128,14 @@ ReferenceArgument = Annotated[
     typer.Argument(
         metavar="TENANT/NAME[@VERSION]",
         help="Such as alice/refund-flagger@1.4.2. Without a version: the next free one.",
+    ),
+]
+KindFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="What it is for: text or image. Default: image for .safetensors files without an "
+        "adapter_config.json.",
     ),
 ]
 PromoteFlag = Annotated[
@@ -159,6 +171,7 @@ def push(  # noqa: PLR0913  (one for each flag)
     source: SourceArgument,
     reference: ReferenceArgument,
     alias: PromoteFlag = None,
+    kind: KindFlag = None,
     check_base: CheckBaseFlag = None,
     max_adapter_size: MaxSizeFlag = "8GiB",
     fetch_timeout_s: FetchTimeoutFlag = 1800.0,
@@ -188,6 +201,7 @@ def push(  # noqa: PLR0913  (one for each flag)
         if alias is not None:
             check_alias(alias)
         max_adapter_bytes = parse_bytes(max_adapter_size)
+        modality = parse_kind(kind)
     view = ByteView()
     fetch = FetchOptions(
         data=data,
@@ -206,9 +220,11 @@ def push(  # noqa: PLR0913  (one for each flag)
         with view, source_folder(source, fetch, view) as (folder, name):
             if check_base is not None:
                 view.begin("Checking the adapter on its base model", None)
-                check_on_base(folder, check_base)
-            signatures = given_signatures(folder, sign, signature)
-            pushed = library.push(folder, reference, source=name, signatures=signatures)
+                check_on_base(folder, check_base, modality)
+            signatures = given_signatures(folder, sign, signature, modality)
+            pushed = library.push(
+                folder, reference, source=name, signatures=signatures, modality=modality
+            )
         show_pushed(pushed, Console())
         if alias is not None:
             name = f"{pushed.tenant}/{pushed.name}"
@@ -216,15 +232,34 @@ def push(  # noqa: PLR0913  (one for each flag)
             show_alias(name, state, Console())
 
 
-def given_signatures(folder: Path, key: Path | None, file: Path | None) -> tuple[str, ...]:
+def parse_kind(kind: str | None) -> Modality | None:
+    """Reads --kind; raises InvalidRequest."""
+    for modality in get_args(Modality):
+        if kind == modality:
+            found: Modality = modality
+            return found
+    if kind is not None:
+        raise InvalidRequest(f"--kind is text or image, got {kind!r}.", param="kind")
+    return None
+
+
+def given_signatures(
+    folder: Path, key: Path | None, file: Path | None, modality: Modality | None
+) -> tuple[str, ...]:
     """The signatures of the flags; none: those in the folder count."""
     found = () if file is None else read_signatures(file.parent, file.name)
     if key is None:
         return found
-    return (*found, sign_manifest(folder_manifest(folder), read_private_key(key)))
+    return (*found, sign_manifest(folder_manifest(folder, modality), read_private_key(key)))
 
 
-def check_on_base(folder: Path, model: Path) -> None:
+def check_on_base(folder: Path, model: Path, modality: Modality | None = "text") -> None:
+    if modality == "image" or (modality is None and is_image_adapter(folder)):
+        # Imported here: torch and diffusers take seconds.
+        from loramux.diffusion.image_pipeline import ImagePipeline
+
+        ImagePipeline(model).add_adapter("adapter", folder)
+        return
     report = diagnose(folder, model, strict_base=False, max_rank=None)
     if report.ok:
         report = measure(report, model)
@@ -238,6 +273,8 @@ def show_pushed(pushed: Pushed, console: Console) -> None:
     label = "Pushed   " if pushed.is_new else "Known    "
     say(console, label, f"{pushed.tenant}/{pushed.name}@{pushed.version}", style="bold green")
     say(console, "CID      ", pushed.cid, style="bold")
+    if pushed.modality != "text":
+        say(console, "Kind     ", pushed.modality, style="bold")
     if pushed.recipe is None:
         say(console, "Size     ", size_text(pushed.size_bytes), style="bold")
     else:

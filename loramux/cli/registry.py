@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from loramux.adapters.images.origin import trigger_words
 from loramux.adapters.recipe import find_recipe
 from loramux.cli.console import say, size_text, working
 from loramux.cli.registry_options import (
@@ -119,6 +120,8 @@ def show(
 
 def version_details(library: AdapterLibrary, choice: Choice) -> VersionDetails:
     cid, recipe = choice.resolved.cid, choice.resolved.recipe
+    is_image = choice.resolved.modality == "image" and recipe is None
+    metadata = stored_metadata(library, cid) if is_image else {}
     return VersionDetails(
         resolved=choice.resolved,
         share=choice.weight,
@@ -128,17 +131,28 @@ def version_details(library: AdapterLibrary, choice: Choice) -> VersionDetails:
         is_stored=library.store.has(cid),
         sources=tuple(library.registry.sources_of(cid)),
         recipe=find_stored_recipe(library, cid) if recipe is None else recipe.to_dict(),
+        trigger_words=trigger_words(metadata),
+        declared={name: metadata[name] for name in DECLARED if name in metadata},
     )
 
 
-def find_stored_recipe(library: AdapterLibrary, cid: str) -> dict[str, object] | None:
+DECLARED = ("ss_network_dim", "ss_network_alpha", "modelspec.architecture", "modelspec.title")
+"""Fields of the header that trainers of image adapters write."""
+
+
+def stored_metadata(library: AdapterLibrary, cid: str) -> dict[str, str]:
+    """The metadata in the header of a stored adapter's weights; {} if it cannot be read."""
     if not library.store.has(cid):
-        return None
+        return {}
     try:
-        recipe = find_recipe(library.store.metadata(cid))
-    # `loramux verify` reports damaged files; the other details are shown anyway.
+        return {name: str(value) for name, value in library.store.metadata(cid).items()}
     except LoramuxError:
-        return None
+        return {}
+
+
+def find_stored_recipe(library: AdapterLibrary, cid: str) -> dict[str, object] | None:
+    # `loramux verify` reports damaged files; the other details are shown anyway.
+    recipe = find_recipe(stored_metadata(library, cid))
     return None if recipe is None else recipe.to_dict()
 
 

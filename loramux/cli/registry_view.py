@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -44,16 +44,21 @@ class VersionDetails:
     """Where its files were pushed from, the newest first."""
     recipe: Mapping[str, object] | None = None
     """Parts, weights and method of a recipe, or of a combined adapter whose files are stored."""
+    trigger_words: tuple[str, ...] = ()
+    """The words that call an adapter of an image model up, as its trainer noted them."""
+    declared: Mapping[str, str] = field(default_factory=dict)
+    """What the file of an adapter of an image model says of its rank, alpha and base."""
 
 
 def adapter_table(found: Iterable[AdapterInfo]) -> Table:
-    table = Table("adapter", "latest", "aliases", "base")
+    table = Table("adapter", "kind", "latest", "aliases", "base")
     table.add_column("versions", justify="right")
     table.add_column("size", justify="right")
     for info in found:
         latest = next((v for v in info.versions if v.version == info.latest), None)
         table.add_row(
             Text(str(info.adapter), overflow="fold"),
+            latest.modality if latest else "–",
             info.latest,
             "\n".join(f"{state.alias} → {targets_text(state.targets)}" for state in info.aliases),
             Text(printable((latest.base_model if latest else None) or "–"), overflow="fold"),
@@ -76,12 +81,13 @@ def show_adapter(info: AdapterInfo, console: Console) -> None:
     for state in info.aliases:
         text = f"{targets_text(state.targets)} (revision {state.revision})"
         say(console, f"{state.alias:<8} ", text, style="bold")
-    table = Table("version", "content id", "base")
+    table = Table("version", "kind", "content id", "base")
     table.add_column("pushed (UTC)", no_wrap=True)
     table.add_column("size", justify="right")
     for version in info.versions:
         table.add_row(
             version.version,
+            version.modality,
             short_cid(version.cid),
             Text(printable(version.base_model or "–"), overflow="fold"),
             time_text(version.created_at),
@@ -101,6 +107,8 @@ def show_details(details: VersionDetails, console: Console) -> None:
 def detail_lines(details: VersionDetails) -> Iterator[tuple[str, str]]:
     yield "Version", reference_text(details.resolved)
     yield "CID", details.resolved.cid
+    if details.resolved.modality != "text":
+        yield "Kind", details.resolved.modality
     yield "Names", ", ".join(details.names) or "–"
     if details.resolved.base_model is not None:
         yield "Base", details.resolved.base_model
@@ -116,6 +124,9 @@ def detail_lines(details: VersionDetails) -> Iterator[tuple[str, str]]:
         yield from recipe_lines(details.recipe)
     if details.resolved.recipe is not None:
         return
+    if details.resolved.modality != "text":
+        yield "Trigger", ", ".join(details.trigger_words) or "the file names none"
+    yield from details.declared.items()
     for name, value in manifest_config(details.manifest).items():
         yield name, str(value)
 

@@ -50,7 +50,8 @@ def sign(
             return
         private = read_private_key(key)
         signature = sign_manifest(manifest, private)
-        with (folder / SIGNATURE_NAME).open("a", encoding="ascii") as file:
+        place = folder if folder.is_dir() else folder.parent
+        with (place / SIGNATURE_NAME).open("a", encoding="ascii") as file:
             file.write(signature + "\n")
     console = Console()
     say(console, "Signed   ", compute_cid(manifest), style="bold green")

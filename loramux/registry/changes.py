@@ -64,7 +64,8 @@ class Change:
         if is_new:
             recipe_rows.set_parts(connection, found.id, part_ids)
         recipe = recipe_rows.recipe_of(connection, found.id)
-        return adapter_rows.version_info(adapter, found, content.size_bytes, recipe), is_new
+        info = adapter_rows.version_info(connection, adapter, found, content.size_bytes, recipe)
+        return info, is_new
 
     def push_recipe(
         self,

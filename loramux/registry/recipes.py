@@ -49,6 +49,7 @@ def make_content(
         parts = _add_up(parts)
     if options.method == SUM_METHOD:
         _check_sum(parts, options)
+    _check_modalities(connection, parts, options)
     recipe = make_recipe([part.cid for part in parts], [part.weight for part in parts], options)
     if not any_base:
         _check_bases(parts)
@@ -59,6 +60,24 @@ def make_content(
         base_model=next((part.base_model for part in parts if part.base_model), None),
     )
     return content, tuple(part.version_id for part in parts)
+
+
+def _check_modalities(
+    connection: Connection, parts: Iterable[_Part], options: CombinationOptions
+) -> None:
+    """Refuses adapters of different kinds of models, and of images other recipes than sums."""
+    found = {adapter_rows.find_modality(connection, part.cid) for part in parts}
+    if len(found) > 1:
+        raise InvalidRequest(
+            "Some parts are for a text model and others for an image model. Name parts of one "
+            "kind.",
+            param="adapters",
+        )
+    if found == {"image"} and options.method != SUM_METHOD:
+        raise InvalidRequest(
+            f"Adapters of image models are added up, not combined by {options.method}.",
+            param="combination",
+        )
 
 
 def _find_parts(connection: Connection, term: Term, options: CombinationOptions) -> Iterable[_Part]:

@@ -11,6 +11,7 @@ from loramux.adapters.recipe import SUM_METHOD, Recipe
 from loramux.adapters.signature import Verified
 from loramux.registry.names import AdapterName
 from loramux.types.composition import sum_text
+from loramux.types.modality import Modality
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class VersionInfo:
     """The id of the API key of the push; None: it was pushed without a key."""
     signed_by: str | None = None
     """The id of the key whose signature was verified; None: it is not signed."""
+    modality: Modality = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ class CatalogEntry:
     signed_by: str | None
     aliases: tuple[str, ...]
     """The aliases that select it, alone or in a split."""
+    modality: Modality = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,7 @@ class Resolved:
     """None: an adapter with files."""
     signed_by: str | None = None
     """The id of the key whose signature was verified when the version was pushed."""
+    modality: Modality = "text"
 
 
 ALL_TENANTS = "*"

@@ -59,6 +59,7 @@ from loramux.registry.rows import usage as usage_rows
 from loramux.registry.tenants import TenantRecords
 from loramux.registry.verify import find_faults
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
+from loramux.types.modality import Modality
 
 MAX_ROUTES = 100_000
 
@@ -282,6 +283,11 @@ class Registry:
                 aliases=tuple(alias_rows.list_aliases(connection, row.id)),
                 revision=row.revision,
             )
+
+    def modality_of(self, cid: str) -> Modality:
+        """Returns what the adapter with a CID is for."""
+        with self._database.reading() as connection:
+            return adapter_rows.find_modality(connection, cid)
 
     def manifest(self, cid: str) -> Mapping[str, object]:
         with self._database.reading() as connection:

@@ -6,8 +6,9 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, func, or_, select
+from sqlalchemy import Connection, Row, func, or_, select
 
 from loramux.adapters.identity import CID_PREFIX, is_digest
 from loramux.errors import AdapterNotFound, InvalidRequest
@@ -100,6 +101,7 @@ def route_of_name(connection: Connection, reference: NameReference) -> Route:
     choices = []
     for target in targets:
         found = adapter_rows.get_version(connection, row, adapter, target.version)
+        recipe = recipe_rows.recipe_of(connection, found.id)
         resolved = Resolved(
             cid=found.cid,
             tenant=adapter.tenant,
@@ -107,8 +109,9 @@ def route_of_name(connection: Connection, reference: NameReference) -> Route:
             version=found.version,
             alias=alias,
             base_model=found.base_model,
-            recipe=recipe_rows.recipe_of(connection, found.id),
+            recipe=recipe,
             signed_by=found.signed_by,
+            modality=adapter_rows.find_modality(connection, found.cid, recipe),
         )
         choices.append(Choice(resolved, target.weight))
     return Route(adapter, tuple(choices))
@@ -152,7 +155,11 @@ def route_of_cid(connection: Connection, reference: CidReference) -> Route:
         raise InvalidRequest(f"Several content ids begin with {start}. Give more digits.")
     cid, version_id = found[0]
     recipe = recipe_rows.recipe_of(connection, version_id)
-    resolved = Resolved(cid=cid, recipe=None if recipe is None else recipe.without_names())
+    resolved = Resolved(
+        cid=cid,
+        recipe=None if recipe is None else recipe.without_names(),
+        modality=adapter_rows.find_modality(connection, cid, recipe),
+    )
     return Route(None, (Choice(resolved, 1),))
 
 
@@ -177,14 +184,15 @@ def versions_of_cid(
             shares.c.version.in_(("", versions.c.version)),
         )
         statement = statement.where(or_(tenants.c.name == tenant, share.exists()))
-    return [
-        (
-            AdapterName(row.tenant, row.name),
-            Resolved(
-                cid=row.cid,
-                version=row.version,
-                recipe=recipe_rows.recipe_of(connection, row.id),
-            ),
-        )
-        for row in connection.execute(statement.order_by(versions.c.id).limit(MAX_SAME_CID))
-    ]
+    rows = list(connection.execute(statement.order_by(versions.c.id).limit(MAX_SAME_CID)))
+    return [(AdapterName(row.tenant, row.name), _resolved_row(connection, row)) for row in rows]
+
+
+def _resolved_row(connection: Connection, row: Row[Any]) -> Resolved:
+    recipe = recipe_rows.recipe_of(connection, row.id)
+    return Resolved(
+        cid=row.cid,
+        version=row.version,
+        recipe=recipe,
+        modality=adapter_rows.find_modality(connection, row.cid, recipe),
+    )

@@ -47,6 +47,7 @@ def _named(entry: AdapterEntry, version: CatalogEntry) -> AdapterEntry:
         names=names,
         aliases=aliases,
         signed_by=version.signed_by or entry.signed_by,
+        modality="image" if version.modality == "image" else UNSET,
     )
 
 

@@ -122,7 +122,7 @@ def create_app(  # noqa: PLR0913  (what a server is made of)
         text_metrics = _text_metrics(backend, names, options)
     image = None
     if images is not None:
-        image = _image_context(images, options, receipts, text_metrics)
+        image = _image_context(images, options, receipts, text_metrics, names)
     text = None
     if backend is not None and names is not None and text_metrics is not None:
         text = Context(
@@ -135,6 +135,7 @@ def create_app(  # noqa: PLR0913  (what a server is made of)
             sources=on_demand.sources,
             folder=on_demand.folder,
             others=() if image is None else (image,),
+            foreign={} if image is None else {"image": image.names},
         )
     _mount(app, text, image)
     install_error_handlers(app)
@@ -152,7 +153,11 @@ def _text_metrics(backend: TextBackend, names: AdapterNames, options: ServerOpti
 
 
 def _image_context(
-    images: ImageModel, options: ServerOptions, receipts: ReceiptIssuer, beside: Metrics | None
+    images: ImageModel,
+    options: ServerOptions,
+    receipts: ReceiptIssuer,
+    beside: Metrics | None,
+    text_names: AdapterNames | None,
 ) -> ImageContext:
     names = images.names
     metrics = ImageMetrics(
@@ -162,7 +167,13 @@ def _image_context(
         beside=beside,
     )
     return ImageContext(
-        backend=images.backend, options=options, metrics=metrics, names=names, receipts=receipts
+        backend=images.backend,
+        options=options,
+        metrics=metrics,
+        names=names,
+        receipts=receipts,
+        sources=images.sources,
+        foreign={} if text_names is None else {"text": text_names},
     )
 
 

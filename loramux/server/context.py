@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from loramux.backend import AdapterHost, Health, TextBackend
 from loramux.config.access import Network
-from loramux.errors import EngineStopped
+from loramux.errors import AdapterNotFound, EngineStopped, InvalidRequest
 from loramux.metrics.server import HostMetrics, Metrics
 from loramux.registry.access import NO_ACCESS
 from loramux.server.adapter_folder import AdapterFolder
@@ -26,7 +26,7 @@ from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.view import View
 from loramux.sources.config import SourceConfig
-from loramux.types.modality import Modality
+from loramux.types.modality import NO_MODEL, Modality
 
 _NOT_READY = {
     Health.STARTING: "The engine is starting: try again in a moment.",
@@ -122,6 +122,8 @@ class HostContext:
     """The adapters that tenants and keys have pinned."""
     others: tuple[HostContext, ...] = ()
     """Those of the other backends of this server."""
+    foreign: Mapping[Modality, AdapterNames] = field(default_factory=dict)
+    """The names of the other backends' adapters."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -132,6 +134,29 @@ class HostContext:
     @property
     def has_images(self) -> bool:
         return any(host.modality == "image" for host in self.hosts)
+
+    def host_of(self, modality: Modality) -> HostContext:
+        """Returns the context of a model; raises NotServed if there is none."""
+        for host in self.hosts:
+            if host.modality == modality:
+                return host
+        raise NotServed(NO_MODEL[modality], param="name")
+
+    async def host_for(self, name: str, view: View) -> HostContext:
+        """Returns the context of the backend that a name belongs to; else this one.
+
+        The name is a given one, a CID, or one of the registry.
+        """
+        host = self.host_with(name)
+        if host.names.find(name) is not None or self.registry is None:
+            return host
+        if name in host.backend.adapters or not self.others:
+            return host
+        try:
+            resolved = await self.registry.resolve(name, sticky_key="", view=view)
+        except (AdapterNotFound, InvalidRequest):
+            return host
+        return self.host_of(resolved.modality)
 
     def host_with(self, name: str) -> HostContext:
         """Returns the context of the backend that has a given name or a CID; else this one."""

@@ -14,7 +14,7 @@ from loramux.sources.download import Progress
 from loramux.sources.fetch import Fetcher, fetched
 from loramux.sources.origins.local import find_under_roots
 from loramux.sources.parse import is_remote, parse_source
-from loramux.sources.source_id import SourceId, SourceKind
+from loramux.sources.source_id import SourceId, SourceKind, split_weights
 
 
 def local_folder(source: str, roots: Sequence[str]) -> Path:
@@ -25,14 +25,15 @@ def local_folder(source: str, roots: Sequence[str]) -> Path:
 
 def check_size(folder: Path, max_bytes: int) -> None:
     """Refuses an adapter whose weights are larger than the limit; others are left to its reader."""
+    weights = folder if folder.is_file() else folder / WEIGHTS_NAME
     try:
-        size = (folder / WEIGHTS_NAME).stat().st_size
+        size = weights.stat().st_size
     except (OSError, ValueError):
         return
     if size > max_bytes:
         raise AdapterRefused(
             RefusalCode.TOO_LARGE,
-            f"{WEIGHTS_NAME} has {size} bytes; this server takes up to {max_bytes}.",
+            f"{weights.name} has {size} bytes; this server takes up to {max_bytes}.",
             fix="Save the adapter in a smaller dtype or rank, or raise --max-adapter-size.",
         )
 
@@ -54,8 +55,12 @@ def fetched_folder(
     if is_remote(source):
         found = parse_source(source, config)
     else:
-        root, folder = find_under_roots(Path(source), [Path(one) for one in roots])
-        parts = folder.relative_to(root).parts
-        found = SourceId(kind=SourceKind.LOCAL, place=str(root), folder=parts)
+        root, place = find_under_roots(Path(source), [Path(one) for one in roots])
+        folder, weights_name = place.relative_to(root).parts, None
+        if place.is_file():
+            folder, weights_name = split_weights(folder)
+        found = SourceId(
+            kind=SourceKind.LOCAL, place=str(root), folder=folder, weights_name=weights_name
+        )
     with fetched(Fetcher(config), found, area, progress=progress) as copies:
         yield copies

@@ -459,10 +459,12 @@ class AdapterNames:
             _log.warning("%s cannot be served: %s", self._full_names.get(cid, cid), error)
 
 
-def list_files(folder: str) -> FolderFiles:
-    """Lists the files of a folder; an empty list if it cannot be read."""
+def list_files(place: str) -> FolderFiles:
+    """Lists a file, or the files of a folder; an empty list if it cannot be read."""
+    path = Path(place)
     try:
-        stats = sorted((entry.name, entry.stat()) for entry in Path(folder).iterdir())
+        entries = [path] if path.is_file() else path.iterdir()
+        stats = sorted((entry.name, entry.stat()) for entry in entries)
     except OSError:
         return ()
     return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)

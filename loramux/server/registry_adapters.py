@@ -158,7 +158,11 @@ class RegistryAdapters:
                 f"{num_found} content ids begin with {reference}. Give more digits."
             )
         recipe = seen[0].recipe
-        return Resolved(cid=seen[0].cid, recipe=None if recipe is None else recipe.without_names())
+        return Resolved(
+            cid=seen[0].cid,
+            recipe=None if recipe is None else recipe.without_names(),
+            modality=seen[0].modality,
+        )
 
     async def _resolve(self, reference: Reference, sticky_key: str | None) -> Resolved:
         sticky_key = secrets.token_hex(16) if sticky_key is None else sticky_key

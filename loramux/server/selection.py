@@ -29,6 +29,7 @@ from loramux.types.composition import (
     parse_sum,
     sum_text,
 )
+from loramux.types.modality import Modality
 
 # Refusals after which the files of an adapter are fetched or read again.
 _MISSING_FILES = ("changed_on_disk", RefusalCode.UNREADABLE)
@@ -269,10 +270,14 @@ class _Finder:
         if given is not None and given.cid is not None:
             return (NamedAdapter(text, given.cid, given.name),)
         resolved = await self._resolve(text, param)
+        if resolved is not None and resolved.modality != context.modality:
+            raise other_modality(full_name(resolved), resolved.modality)
         folder = context.folder if may_be_given else None
         if resolved is None and folder is not None and await folder.find(text):
             return await self.find(text, param=param)
         if resolved is None:
+            if may_be_given:
+                _refuse_foreign(context, text)
             found = _find_by_cid(context, text, param, self.view)
             return None if found is None else (found,)
         if self.own_base_only:
@@ -289,6 +294,23 @@ class _Finder:
             return None
         except InvalidRequest as error:
             raise InvalidRequest(str(error), param=param) from error
+
+
+def _refuse_foreign(context: HostContext, text: str) -> None:
+    """Refuses the given name of an adapter of another model of this server."""
+    for modality, names in context.foreign.items():
+        if names.find(text) is not None:
+            raise other_modality(text, modality)
+
+
+def other_modality(name: str, modality: Modality) -> AdapterRefused:
+    """The refusal of an adapter on a route of another model than its own."""
+    route = "/v1/images/generations" if modality == "image" else "/v1/chat/completions"
+    return AdapterRefused(
+        "other_modality",
+        f"{name} is an adapter of {'an image' if modality == 'image' else 'a text'} model.",
+        fix=f"Post to {route}.",
+    )
 
 
 def _require_own_base(context: HostContext, resolved: Resolved) -> None:

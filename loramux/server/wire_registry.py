@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from loramux.registry.records import AdapterInfo, AliasState, VersionInfo
 from loramux.server.view import WHOLE_VIEW, View, unknown_adapter
+from loramux.types.modality import Modality
 
 
 class RecipeBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +37,8 @@ class PushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Instead of a source."""
     signature: str | UnsetType = UNSET
     """A detached signature in Base64; without it, the file loramux.sig of the source."""
+    modality: Modality | UnsetType = UNSET
+    """What the adapter is for, text or image; absent: its files tell."""
 
 
 class PromoteRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +76,8 @@ class VersionEntry(Struct, kw_only=True):
     """The id of the key whose signature was verified."""
     pushed_by: str | UnsetType = UNSET
     """The id of the API key of the push."""
+    modality: Modality | UnsetType = UNSET
+    """image; absent for text"""
 
 
 class AliasEntry(Struct, kw_only=True):
@@ -107,6 +112,8 @@ class PushedEntry(Struct, kw_only=True):
     """False: the version already existed with the same bytes."""
     recipe: dict[str, Any] | UnsetType = UNSET
     signed_by: str | UnsetType = UNSET
+    modality: Modality | UnsetType = UNSET
+    """image; absent for text"""
 
 
 class Removed(Struct, kw_only=True):
@@ -142,6 +149,7 @@ def version_entry(version: VersionInfo, *, is_own: bool = True) -> VersionEntry:
         recipe=UNSET if version.recipe is None else version.recipe.to_dict(),
         signed_by=version.signed_by or UNSET,
         pushed_by=(version.pushed_by if is_own else None) or UNSET,
+        modality="image" if version.modality == "image" else UNSET,
     )
 
 

@@ -66,7 +66,7 @@ def check_files(layout: StoreLayout, record: Record, found: dict[Path, FileDiges
             damage.append(f"{record.cid} lacks {name}.")
         elif actual != digest:
             damage.append(f"{record.cid} has the wrong content in {name}.")
-    if not damage:
+    if not damage and record.config_file is not None:
         check_config_file(record, layout.blob(record.config_file).read_bytes())
     return damage
 

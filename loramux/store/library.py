@@ -32,6 +32,7 @@ from loramux.store.intake import StagedAdapter, StoreLimits
 from loramux.store.redis import RedisTier
 from loramux.store.store import DEFAULT_LIMITS, ContentStore
 from loramux.store.tiers import CountedTier
+from loramux.types.modality import Modality
 
 if TYPE_CHECKING:
     from loramux.registry.audit import Actor
@@ -58,6 +59,7 @@ class Pushed:
     """What a version without files is made of."""
     signed_by: str | None = None
     """The id of the key whose signature was verified."""
+    modality: Modality = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +103,19 @@ class AdapterLibrary:
         source: str | None = None,
         signatures: tuple[str, ...] = (),
         require_signed: bool = False,
+        modality: Modality | None = None,
     ) -> Pushed:
         """Stores a folder under `tenant/name@1.4.2`, or under the next free version without one.
 
         `source` is recorded as the place from which the files can be fetched again. Without
         `signatures` those in the folder are verified. A signature is needed if it is required here,
-        by this library or by the tenant.
+        by this library or by the tenant. `modality`: what the adapter is for; None: its files
+        tell. An adapter of an image model may be a file too.
         """
         # An invalid name is refused before files are copied.
         parse_push_reference(reference)
-        given = signatures or read_signatures(folder)
+        place = folder if folder.is_dir() else folder.parent
+        given = signatures or read_signatures(place)
         is_required = require_signed or self.require_signed
         pushed: list[Pushed] = []
 
@@ -119,7 +124,7 @@ class AdapterLibrary:
                 cid=staged.record.cid,
                 manifest=staged.record.manifest,
                 size_bytes=staged.record.size_bytes,
-                base_model=staged.config.base_model_name,
+                base_model=staged.base_model,
                 source=source,
                 signatures=given,
             )
@@ -132,7 +137,7 @@ class AdapterLibrary:
             found = self.registry.push(reference, content, require_signed=is_required)
             pushed.append(_pushed(*found))
 
-        self.store.put_folder(folder, check=check, then=name)
+        self.store.put_folder(folder, check=check, then=name, modality=modality)
         return pushed[0]
 
     def push_recipe(
@@ -188,7 +193,11 @@ class AdapterLibrary:
         for source in self.registry.sources_of(cid):
             try:
                 with open_source(source) as folder:
-                    self.store.put_folder(folder, check=refuse_other(cid, source))
+                    self.store.put_folder(
+                        folder,
+                        check=refuse_other(cid, source),
+                        modality=self.registry.modality_of(cid),
+                    )
             except LoramuxError as error:
                 faults.append(error)
                 continue
@@ -226,6 +235,7 @@ def _pushed(version: VersionInfo, is_new: bool) -> Pushed:
         is_new=is_new,
         recipe=version.recipe,
         signed_by=version.signed_by,
+        modality=version.modality,
     )
 
 

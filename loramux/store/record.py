@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loramux.adapters.identity import FileDigest, Manifest, compute_cid, is_digest
+from loramux.adapters.images.files import file_name_of, is_image_manifest
 from loramux.adapters.peft.config import CONFIG_NAME, decode_json
+from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.types.configs import AdapterConfig, parse_adapter_config
 from loramux.canonical_json import canonical_json
 from loramux.errors import AdapterRefused, StoreDamaged
+from loramux.types.modality import Modality
 
 MAX_RECORD_BYTES = 2**22
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
@@ -28,32 +31,54 @@ class Record:
 
     cid: str
     manifest: Manifest
-    config_file: FileDigest
+    config_file: FileDigest | None
+    """None: an adapter of an image model without a PEFT config."""
     covered_files: Mapping[str, FileDigest]
     """The weights, and the tokenizer files if there are any."""
 
     @property
     def files(self) -> dict[str, FileDigest]:
-        return {CONFIG_NAME: self.config_file, **self.covered_files}
+        config = {} if self.config_file is None else {CONFIG_NAME: self.config_file}
+        return {**config, **self.covered_files}
+
+    @property
+    def modality(self) -> Modality:
+        return "image" if is_image_manifest(self.manifest) else "text"
+
+    @property
+    def weights(self) -> FileDigest | None:
+        """The digest of the weights."""
+        name = file_name_of(self.manifest) if self.modality == "image" else WEIGHTS_NAME
+        return self.covered_files.get(name)
 
     @property
     def size_bytes(self) -> int:
         return sum(digest.size for digest in self.files.values())
 
     def encode(self) -> bytes:
-        config = {"sha256": self.config_file.sha256, "size": self.config_file.size}
+        file = self.config_file
+        config = None if file is None else {"sha256": file.sha256, "size": file.size}
         return canonical_json({"config_file": config, "manifest": self.manifest})
 
 
-def make_record(manifest: Manifest, config_file: FileDigest) -> Record:
-    return Record(compute_cid(manifest), manifest, config_file, read_files(manifest))
+def make_record(manifest: Manifest, config_file: FileDigest | None) -> Record:
+    """Raises ValueError for a manifest that is broken."""
+    files = read_files(manifest)
+    if is_image_manifest(manifest):
+        if len(files) != 1 or (config_file is None) != (not manifest["config"]):
+            raise ValueError("an image adapter has one file, and a config if the manifest has one")
+        files = {file_name_of(manifest): next(iter(files.values()))}
+    elif config_file is None:
+        raise ValueError("it has no config")
+    return Record(compute_cid(manifest), manifest, config_file, files)
 
 
 def decode_record(content: bytes, cid: str) -> Record:
     """Decodes a record; raises StoreDamaged unless it belongs to this CID."""
     try:
         fields = json.loads(content.decode("utf-8"))
-        record = make_record(fields["manifest"], read_digest(fields["config_file"]))
+        config = fields["config_file"]
+        record = make_record(fields["manifest"], None if config is None else read_digest(config))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StoreDamaged(f"The record of {cid} is broken: {error}.") from error
     if record.cid != cid:
@@ -80,8 +105,15 @@ def read_digest(value: Mapping[str, object]) -> FileDigest:
     return FileDigest(sha256, size)
 
 
-def check_config_file(record: Record, content: bytes) -> AdapterConfig:
-    """Parses the config file; raises StoreDamaged unless it agrees with the manifest."""
+def check_config_file(record: Record, content: bytes) -> AdapterConfig | None:
+    """Parses the config file; raises StoreDamaged unless it agrees with the manifest.
+
+    Returns None for an adapter of an image model.
+    """
+    if record.modality == "image":
+        if canonical_json(decode_json(content)) != canonical_json(record.manifest["config"]):
+            raise StoreDamaged(f"{CONFIG_NAME} of {record.cid} is not that of its manifest.")
+        return None
     try:
         config = parse_adapter_config(decode_json(content))
     except AdapterRefused as error:

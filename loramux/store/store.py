@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loramux.adapters.identity import FileDigest, parse_cid
 from loramux.adapters.peft.folder import refusing_os_errors
-from loramux.adapters.peft.safetensors import WEIGHTS_NAME, read_head, read_metadata
+from loramux.adapters.peft.safetensors import read_head, read_metadata
 from loramux.backend import StoreTierStats
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged, StoreFull
 from loramux.private_files import PRIVATE_FOLDER, explaining
@@ -34,6 +34,7 @@ from loramux.store.gc import Collected, collect
 from loramux.store.intake import StagedAdapter, StoreLimits, stage_folder
 from loramux.store.record import Record
 from loramux.store.tiers import RECORD_NAME, CountedTier, RemoteTier, fetch, record_key, upload
+from loramux.types.modality import Modality
 
 PULL_PREFIX = ".loramux-pull-"
 WRITABLE = 0o644
@@ -75,14 +76,18 @@ class ContentStore:
         *,
         check: Callable[[StagedAdapter], None] | None = None,
         then: Callable[[StagedAdapter], None] | None = None,
+        modality: Modality | None = None,
     ) -> str:
         """Stores a folder and returns its CID; an exception of `check` prevents it.
+
+        `modality`: what the adapter is for; None: its files tell. An adapter of an image model may
+        be a file too.
 
         `then` runs under the lock that gc needs, so that gc cannot remove the adapter before `then`
         has named it.
         """
         with self._staging.folder() as staging:
-            staged = stage_folder(folder, staging, self._limits, self._sink)
+            staged = stage_folder(folder, staging, self._limits, self._sink, modality)
             if check is not None:
                 check(staged)
             self._check_room(staged.record)
@@ -120,7 +125,7 @@ class ContentStore:
 
     def metadata(self, cid: str) -> dict[str, object]:
         """Returns the metadata in the header of an adapter's weights; {} if it has no weights."""
-        digest = self.read(cid).files.get(WEIGHTS_NAME)
+        digest = self.read(cid).weights
         if digest is None:
             return {}
         path = self._layout.blob(digest)

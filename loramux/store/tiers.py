@@ -126,10 +126,12 @@ def fetch(
         if not fetch_blob(tiers, digest, paths[name]):
             _log.warning("%s has a record but lacks %s in every tier", cid, name)
             return None
-    config = check_config_file(record, paths[CONFIG_NAME].read_bytes())
+    config = None
+    if record.config_file is not None:
+        config = check_config_file(record, paths[CONFIG_NAME].read_bytes())
     for name in record.covered_files.keys() - MAX_BYTES.keys():
         check_fetched_header(record, paths[name])
-    return StagedAdapter(record, config, paths)
+    return StagedAdapter(record, None if config is None else config.base_model_name, paths)
 
 
 def fetch_blob(tiers: Sequence[RemoteTier], digest: FileDigest, path: Path) -> bool:

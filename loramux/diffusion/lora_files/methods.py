@@ -7,27 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from loramux.adapters.images.keys import LOHA, Role
 from loramux.adapters.peft.refusals import RefusalCode
-from loramux.diffusion.lora_files.keys import LOHA, Role
-from loramux.diffusion.lora_files.refusals import ImageRefusal
 from loramux.errors import AdapterRefused
 
 Parts = Mapping[Role, Tensor]
-_CONVERT = "Convert it to LoRA, for example with the resize scripts of kohya-ss."
-_UNSERVED = {
-    Role.DORA: (RefusalCode.DORA_TENSORS, "a DoRA magnitude", "Train without DoRA."),
-    Role.LOKR: (ImageRefusal.UNSERVED_METHOD, "a LoKr factor", _CONVERT),
-    Role.HADA_TUCKER: (ImageRefusal.UNSERVED_METHOD, "a LoHa in Tucker form", _CONVERT),
-    Role.OFT: (ImageRefusal.UNSERVED_METHOD, "an OFT rotation", _CONVERT),
-    Role.FULL: (RefusalCode.FULL_WEIGHTS, "a full difference of weights", _CONVERT),
-    Role.BIAS: (RefusalCode.BIAS_TENSORS, "a bias", "Train without biases."),
-}
-
-
-def refuse_unserved(key: str, role: Role) -> None:
-    if role in _UNSERVED:
-        code, what, fix = _UNSERVED[role]
-        raise AdapterRefused(code, f"{key} is {what}, which is not served.", fix=fix)
 
 
 def low_rank(name: str, parts: Parts) -> tuple[Tensor, Tensor, int]:

@@ -13,15 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from loramux.adapters.images.keys import LOHA, Role, split_key
+from loramux.adapters.images.origin import trigger_words
+from loramux.adapters.images.refusals import ImageRefusal, refuse_unserved
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.diffusion.adapter import ImageAdapter, LowRank
 from loramux.diffusion.lora_files.content import FileContent, read_file
-from loramux.diffusion.lora_files.keys import LOHA, Role, split_key
-from loramux.diffusion.lora_files.methods import low_rank, refuse_unserved, wrong_shape
+from loramux.diffusion.lora_files.methods import low_rank, wrong_shape
 from loramux.diffusion.lora_files.names import Named, PipelineNames
-from loramux.diffusion.lora_files.origin import refuse_unknown, trigger_words
-from loramux.diffusion.lora_files.refusals import ImageRefusal
 from loramux.diffusion.lora_files.scales import LoraSettings, parse_settings, settings_in_header
+from loramux.diffusion.lora_files.unknown import refuse_unknown
 from loramux.errors import AdapterRefused
 
 _Groups = dict[str, dict[Role, Tensor]]

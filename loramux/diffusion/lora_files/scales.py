@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loramux.adapters.images.refusals import ImageRefusal
 from loramux.adapters.peft.patterns import first_matches
 from loramux.adapters.peft.refusals import RefusalCode
-from loramux.diffusion.lora_files.refusals import ImageRefusal
 from loramux.errors import AdapterRefused
 
 _PATTERN = r"(.*\.)?({})"

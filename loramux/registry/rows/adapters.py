@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select, update
 
+from loramux.adapters.images.files import FORMAT as IMAGE_FORMAT
 from loramux.errors import AdapterNotFound, RegistryConflict
 from loramux.registry.database import insert_into
 from loramux.registry.names import (
@@ -18,8 +19,26 @@ from loramux.registry.names import (
 from loramux.registry.records import Content, VersionInfo, VersionRecipe
 from loramux.registry.rows.recipes import owners, recipes_of
 from loramux.registry.schema import adapters, contents, registry_state, tenants, versions
+from loramux.types.modality import Modality
 
 AdapterRow = Row[Any]
+
+
+content_format = contents.c.manifest["format"].as_string().label("content_format")
+"""The format of a version's manifest, which tells what the adapter is for."""
+
+
+def modality_of(manifest_format: str | None) -> Modality:
+    return "image" if manifest_format == IMAGE_FORMAT else "text"
+
+
+def find_modality(
+    connection: Connection, cid: str, recipe: VersionRecipe | None = None
+) -> Modality:
+    """Returns what an adapter is for, of a recipe its first part; text for an unknown CID."""
+    used = cid if recipe is None else recipe.parts[0].cid
+    statement = select(content_format).where(contents.c.cid == used)
+    return modality_of(connection.scalar(statement))
 
 
 def begin_change(connection: Connection) -> int:
@@ -160,12 +179,19 @@ def list_versions(connection: Connection, adapter: AdapterName) -> list[VersionI
     found_rows = list(rows)
     adapter_ids = {row.adapter_id for row in found_rows}
     recipes = recipes_of(connection, owners.c.adapter_id.in_(adapter_ids))
-    found = [version_info(adapter, row, row.size_bytes, recipes.get(row.id)) for row in found_rows]
+    found = [
+        version_info(connection, adapter, row, row.size_bytes, recipes.get(row.id))
+        for row in found_rows
+    ]
     return sorted(found, key=lambda info: parse_version(info.version), reverse=True)
 
 
 def version_info(
-    adapter: AdapterName, row: Row[Any], size_bytes: int, recipe: VersionRecipe | None
+    connection: Connection,
+    adapter: AdapterName,
+    row: Row[Any],
+    size_bytes: int,
+    recipe: VersionRecipe | None,
 ) -> VersionInfo:
     return VersionInfo(
         adapter=adapter,
@@ -178,6 +204,7 @@ def version_info(
         source=row.source,
         pushed_by=row.pushed_by,
         signed_by=row.signed_by,
+        modality=find_modality(connection, row.cid, recipe),
     )
 
 

@@ -8,6 +8,7 @@ from sqlalchemy import Connection, select
 
 from loramux.registry.names import AdapterName
 from loramux.registry.records import CatalogEntry
+from loramux.registry.rows.adapters import content_format, modality_of
 from loramux.registry.rows.aliases import read_targets
 from loramux.registry.schema import adapters, alias_states, contents, tenants, versions
 
@@ -23,6 +24,7 @@ def list_catalog(connection: Connection, *, tenant: str | None, limit: int) -> l
             versions.c.cid,
             versions.c.signed_by,
             contents.c.size_bytes,
+            content_format,
         )
         .select_from(versions)
         .join(adapters)
@@ -43,6 +45,7 @@ def list_catalog(connection: Connection, *, tenant: str | None, limit: int) -> l
             size_bytes=row.size_bytes,
             signed_by=row.signed_by,
             aliases=tuple(sorted(aliases.get((row.id, row.version), ()))),
+            modality=modality_of(row.content_format),
         )
         for row in connection.execute(statement)
     ]

@@ -18,6 +18,7 @@ from loramux.image_backend import FinishedImage, ImageBackend, ImageForm, ImageU
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.traffic import CountedAdapter
 from loramux.receipts.receipt import Receipt, ServedImage, ServingStatus
+from loramux.server.adapter_sources import AdapterSources
 from loramux.server.caller import Caller, known_caller
 from loramux.server.context import HostContext
 from loramux.server.generation import resubmitting
@@ -54,6 +55,8 @@ class ImageModel:
 
     backend: ImageBackend
     names: ImageNames
+    sources: AdapterSources | None = None
+    """Fetches adapters that requests load by their source; None: none is fetched."""
 
 
 class ImageDraft(ReceiptDraft):

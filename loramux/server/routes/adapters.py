@@ -68,7 +68,8 @@ def adapter_routes(context: HostContext) -> APIRouter:
     async def warm_adapter(request: Request) -> Response:
         """Loads an adapter and generates a token with it, so that it is resident afterwards."""
         name = request.path_params["name"]
-        caller, host = caller_of(request), context.host_with(name)
+        caller = caller_of(request)
+        host = await context.host_for(name, context.view_of(caller))
         found = await _find(host, name, caller)
         await warm_up(host, compose((one.cid, one.weight) for one in found))
         return json_response(await _entry(context, _listed_cid(found), name, caller))
@@ -135,7 +136,7 @@ def _is_seen(view: View, adapter: AdapterName, version: str) -> bool:
 
 async def _pin(context: HostContext, request: Request, *, pinned: bool) -> Response:
     name, caller = request.path_params["name"], caller_of(request)
-    host = context.host_with(name)
+    host = await context.host_for(name, context.view_of(caller))
     found = await _find(host, name, caller)
     await pin(host, request, name, [adapter.cid for adapter in found], pinned=pinned)
     return json_response(await _entry(context, _listed_cid(found), name, caller))

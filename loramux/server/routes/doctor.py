@@ -27,9 +27,10 @@ def doctor_routes(context: HostContext) -> APIRouter:
     async def examine_adapter(request: Request) -> Response:
         """The report of `loramux doctor --json` on an adapter, which is read for it."""
         name = request.path_params["name"]
-        host = context.host_with(name)
+        view = context.view_of(caller_of(request))
+        host = await context.host_for(name, view)
         host.require_ready()
-        folder = await _folder(host, name, host.view_of(caller_of(request)))
+        folder = await _folder(host, name, view)
         return json_response(await host.backend.examine_adapter(folder))
 
     return router

@@ -71,6 +71,8 @@ async def _registry_entries(context: HostContext, view: View) -> list[ModelEntry
     if context.registry is None:
         return []
     found = await QUERIES.run(context.registry.list_current, view, limit=MAX_LISTED)
+    served = {host.modality for host in context.hosts}
+    found = [one for one in found if one.modality in served]
     return [_model_entry(context, f"{one.tenant}/{one.name}", one, view) for one in found]
 
 
@@ -81,18 +83,22 @@ async def _registry_entry(context: HostContext, model_id: str, view: View) -> Mo
         resolved = await context.registry.resolve(model_id, sticky_key="", view=view)
     except AdapterNotFound:
         return None
+    if all(host.modality != resolved.modality for host in context.hosts):
+        return None
     return _model_entry(context, model_id, resolved, view)
 
 
 def _model_entry(context: HostContext, model_id: str, resolved: Resolved, view: View) -> ModelEntry:
     """Describes an adapter of the registry; its root is its CID until it was first requested."""
-    card = context.backend.adapters.get(resolved.cid)
+    hosts = [host for host in context.hosts if host.modality == resolved.modality]
+    card = hosts[0].backend.adapters.get(resolved.cid) if hosts else None
     return ModelEntry(
         id=model_id,
         created=context.created_s,
         root=resolved.cid if card is None or view.is_confined else card.path,
-        parent=context.base_names[0],
+        parent=hosts[0].base_names[0] if hosts else None,
         max_model_len=None,
+        modality="image" if resolved.modality == "image" else UNSET,
     )
 
 

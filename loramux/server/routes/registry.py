@@ -155,11 +155,13 @@ class _AliasChange:
 
     async def warm(self, versions: list[str]) -> None:
         for version in versions:
-            self._context.require_ready()
             resolved = await self._registry.resolve(f"{self._name}@{version}")
-            names, combinations = self._context.names, self._context.combinations
-            opened = await open_version(names, combinations, resolved, full_name(resolved))
-            await warm_up(self._context, compose((one.cid, one.weight) for one in opened))
+            host = self._context.host_of(resolved.modality)
+            host.require_ready()
+            opened = await open_version(
+                host.names, host.combinations, resolved, full_name(resolved)
+            )
+            await warm_up(host, compose((one.cid, one.weight) for one in opened))
 
     async def warm_previous(self, alias: str) -> int:
         """Warm the previous targets of the alias, and return its current revision."""
@@ -203,7 +205,13 @@ def _push(
         else:
             source = str(local_folder(source, roots))
         signatures = () if body.signature is UNSET else parse_signatures(body.signature)
-        return library.push(folder, reference, source=source, signatures=signatures)
+        return library.push(
+            folder,
+            reference,
+            source=source,
+            signatures=signatures,
+            modality=None if body.modality is UNSET else body.modality,
+        )
 
 
 def _tenant_in(reference: str, view: View) -> str:
@@ -262,6 +270,7 @@ def _pushed_entry(pushed: Pushed) -> PushedEntry:
         is_new=pushed.is_new,
         recipe=UNSET if pushed.recipe is None else pushed.recipe.to_dict(),
         signed_by=pushed.signed_by or UNSET,
+        modality="image" if pushed.modality == "image" else UNSET,
     )
 
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loramux.adapters.identity import CID_PREFIX
+from loramux.adapters.images.files import is_image_adapter
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -133,27 +134,40 @@ async def _load(context: HostContext, asked: LoadRequest) -> str:
         )
     if await _is_in_registry(context, name):
         raise _invalid(f"The registry has an adapter '{name}'. Choose another name.")
-    if name in context.base_names or name.startswith(CID_PREFIX):
+    bases = [base for host in context.hosts for base in host.base_names]
+    if name in bases or name.startswith(CID_PREFIX):
         raise _invalid(
             f"The name '{name}' is the base model's or a content id. Choose another one."
         )
-    given = context.names.find(name)
+    holder = context.host_with(name)
+    given = holder.names.find(name)
     if given is not None and given.state != "failed" and not asked.load_inplace:
         raise _invalid(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
             "in place, set 'load_inplace' to True."
         )
-    context.require_ready()
     try:
         folder = await _folder(context, asked.lora_path)
+        host = await _host_for(context, folder)
+        if given is not None and host is not holder:
+            raise _invalid(f"The name '{name}' is given to an adapter of another model.")
+        host.require_ready()
         is_real = bool(context.options.allowed_roots) and not is_remote(asked.lora_path)
-        card = await context.names.load(name, folder, is_real=is_real)
-        await _read_weights(context, card.cid)
+        card = await host.names.load(name, folder, is_real=is_real)
+        await _read_weights(host, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
         raise _not_found(name) from error
     except AdapterRefused as error:
         raise _refused(asked, error) from error
     return card.cid
+
+
+async def _host_for(context: HostContext, place: str) -> HostContext:
+    """Returns the context of the model that the files are for, on a server with two models."""
+    if not context.others:
+        return context
+    is_image = await FOLDER_READS.run(is_image_adapter, Path(place))
+    return context.host_of("image" if is_image else "text")
 
 
 async def _is_in_registry(context: HostContext, name: str) -> bool:
@@ -196,9 +210,10 @@ async def unload_named(context: HostContext, http: Request, name: str) -> None:
 async def _unload(context: HostContext, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
-    if context.names.find(name) is None:
+    names = context.host_with(name).names
+    if names.find(name) is None:
         raise VllmError(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
-    await context.names.unload(name)
+    await names.unload(name)
 
 
 def _invalid(message: str) -> VllmError:

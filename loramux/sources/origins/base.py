@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from loramux.adapters.images.files import DIFFUSERS_NAME
 from loramux.adapters.peft.config import CONFIG_NAME
 from loramux.adapters.peft.safetensors import PICKLE_NAMES, WEIGHTS_NAME
 from loramux.adapters.peft.tokenizer_files import MAIN_NAMES, MAX_BYTES
-from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
-from loramux.sources.refusals import pickle_refused
-from loramux.sources.source_id import SourceId
+from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
+from loramux.sources.refusals import SourceCode, pickle_refused
+from loramux.sources.source_id import WEIGHTS_SUFFIX, SourceId
 
 # An interrupted transfer loses at most this many bytes.
 CHUNK_BYTES = 64 * 2**10
+MAX_SHOWN = 10
+# Files of whole models.
+WHOLE_MODEL = re.compile(r"(?:diffusion_pytorch_)?model(?:[-.].*)?\.safetensors|.*-of-\d+\..*")
 MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
 
 
@@ -51,6 +55,10 @@ class Origin(Protocol):
 
     def find(self, name: str) -> RemoteFile | None: ...
 
+    def file_names(self) -> Sequence[str]:
+        """Returns the names of the files in the folder; none if it cannot be listed."""
+        ...
+
     def read(
         self, file: RemoteFile, start: int, end: int | None
     ) -> AbstractContextManager[Iterator[bytes]]:
@@ -73,7 +81,10 @@ def find_adapter(source: SourceId, origin: Origin) -> dict[str, RemoteFile]:
     weights_name = source.weights_name or WEIGHTS_NAME
     weights = origin.find(weights_name)
     if weights is None:
-        raise explain_missing(source, origin, weights_name)
+        image = None if source.weights_name is not None else find_image(source, origin)
+        if image is None:
+            raise explain_missing(source, origin, weights_name)
+        return {DIFFUSERS_NAME: image}
     config = origin.find(CONFIG_NAME)
     if config is not None:
         return {CONFIG_NAME: config, WEIGHTS_NAME: weights, **find_tokenizer(origin)}
@@ -81,7 +92,31 @@ def find_adapter(source: SourceId, origin: Origin) -> dict[str, RemoteFile]:
         raise SourceNotFound(
             f"{source} has no {CONFIG_NAME}. Give the folder that PEFT's save_pretrained wrote."
         )
-    return {WEIGHTS_NAME: weights}
+    # Without a config beside it, it can only be for an image model.
+    return {DIFFUSERS_NAME: weights}
+
+
+def find_image(source: SourceId, origin: Origin) -> RemoteFile | None:
+    """Returns the file of an adapter of an image model: diffusers' name, else the only one.
+
+    Raises SourceRefused with the names if there are several.
+    """
+    found = find_optional(origin, DIFFUSERS_NAME)
+    if found is not None or find_optional(origin, CONFIG_NAME) is not None:
+        return found
+    names = sorted(
+        name
+        for name in origin.file_names()
+        if name.endswith(WEIGHTS_SUFFIX) and WHOLE_MODEL.fullmatch(name) is None
+    )
+    if len(names) > 1:
+        raise SourceRefused(
+            SourceCode.NOT_AN_ADAPTER,
+            f"{source} has {len(names)} {WEIGHTS_SUFFIX} files: {', '.join(names[:MAX_SHOWN])}"
+            f"{' …' if len(names) > MAX_SHOWN else ''}.",
+            fix=f"Name one of them, such as {source}:{names[0]}.",
+        )
+    return origin.find(names[0]) if names else None
 
 
 def find_tokenizer(origin: Origin) -> dict[str, RemoteFile]:

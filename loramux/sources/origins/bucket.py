@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -203,6 +203,18 @@ class ObjectOrigin:
             validator=etag,
             checksum=self._checksum(found.attributes.get(SHA256_ATTRIBUTE), etag),
         )
+
+    def file_names(self) -> Sequence[str]:
+        """A bucket that must not be listed has no names."""
+        import obstore
+
+        start = self._source.path_of("")
+        try:
+            with store_errors(self._show(start)):
+                listed = obstore.list_with_delimiter(self._store, start or None)
+        except (SourceNotFound, SourceForbidden):
+            return ()
+        return [found["path"].rpartition("/")[2] for found in listed["objects"]]
 
     @contextmanager
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[Iterator[bytes]]:

@@ -7,7 +7,7 @@ import binascii
 import re
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,6 +333,10 @@ class HttpOrigin:
             can_seek=can_seek,
             checksum=read_checksum(headers),
         )
+
+    def file_names(self) -> Sequence[str]:
+        """Folders of a web server cannot be listed."""
+        return ()
 
     @contextmanager
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[Iterator[bytes]]:

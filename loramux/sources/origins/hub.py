@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx2
@@ -73,6 +73,17 @@ class HubOrigin:
             can_seek=is_known,
             checksum=read_etag(etag),
         )
+
+    def file_names(self) -> Sequence[str]:
+        revision = self._commit or self._source.revision or DEFAULT_REVISION
+        try:
+            with self._hub_errors():
+                paths = self._api.list_repo_files(self._source.place, revision=revision)
+        except SourceNotFound:
+            return ()
+        start = self._source.path_of("")
+        inside = [path.removeprefix(start) for path in paths if path.startswith(start)]
+        return [name for name in inside if "/" not in name]
 
     @contextmanager
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[Iterator[bytes]]:

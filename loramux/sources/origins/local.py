@@ -105,6 +105,10 @@ class LocalOrigin:
             status = os.fstat(file.fileno())
         return RemoteFile(path=str(path), size_bytes=status.st_size, validator=version_of(status))
 
+    def file_names(self) -> Sequence[str]:
+        with reading(self._folder.name):
+            return [entry.name for entry in self._folder.iterdir()]
+
     @contextmanager
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[Iterator[bytes]]:
         path = Path(file.path)

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,9 @@ class ScriptedOrigin:
         self.cuts = list(cuts or [])
         self.reads: list[tuple[int, int | None]] = []
         self._lock = threading.Lock()
+
+    def file_names(self) -> Sequence[str]:
+        return ()
 
     def find(self, name: str) -> RemoteFile | None:
         raise AssertionError("the file is known")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +11,7 @@ from loramux.sources.source_id import SourceId, SourceKind
 
 FOLDER = SourceId(kind=SourceKind.HUB, place="acme/pirate")
 WHOLE = {"adapter_config.json", "adapter_model.safetensors"}
+DIFFUSERS = "pytorch_lora_weights.safetensors"
 SINGLE = SourceId(kind=SourceKind.HUB, place="acme/pirate", weights_name="x.safetensors")
 
 
@@ -28,6 +29,9 @@ class Names:
         if name not in self.names:
             return None
         return RemoteFile(path=name, size_bytes=1, validator=None)
+
+    def file_names(self) -> Sequence[str]:
+        return self.names
 
     @contextmanager
     def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[Iterator[bytes]]:
@@ -67,7 +71,7 @@ def test_a_tokenizer_that_may_not_be_read_is_one_that_is_not_there() -> None:
 
 
 def test_a_single_file_takes_the_config_beside_it_when_there_is_one() -> None:
-    assert list(find_adapter(SINGLE, Names("x.safetensors"))) == ["adapter_model.safetensors"]
+    assert list(find_adapter(SINGLE, Names("x.safetensors"))) == [DIFFUSERS]
     found = find_adapter(SINGLE, Names("x.safetensors", "adapter_config.json"))
     assert found["adapter_model.safetensors"].path == "x.safetensors"
     assert len(found) == 2
@@ -91,3 +95,20 @@ def test_what_is_missing_is_named() -> None:
 
 def test_a_change_is_worth_another_try() -> None:
     assert changed("x").is_temporary
+
+
+def test_a_folder_without_an_adapter_of_peft_may_have_the_file_of_an_image_model() -> None:
+    assert list(find_adapter(FOLDER, Names(DIFFUSERS, "other.safetensors"))) == [DIFFUSERS]
+    only = Names("ink.safetensors", "README.md", "model.safetensors")
+    assert find_adapter(FOLDER, only)[DIFFUSERS].path == "ink.safetensors"
+
+
+def test_several_files_are_listed_and_none_is_taken() -> None:
+    with pytest.raises(SourceRefused, match=r"2 .safetensors files: a.safetensors, b.safetensors"):
+        find_adapter(FOLDER, Names("b.safetensors", "a.safetensors"))
+
+
+def test_whole_models_are_not_taken_for_adapters() -> None:
+    shards = ("model.safetensors", "model-00001-of-00002.safetensors")
+    with pytest.raises(SourceNotFound):
+        find_adapter(FOLDER, Names(*shards, "diffusion_pytorch_model.fp16.safetensors"))

@@ -25,7 +25,7 @@ def test_staged_files_are_independent_copies(tmp_path: Path) -> None:
     staged = stage_folder(folder, tmp_path / "staging", LIMITS)
     (folder / WEIGHTS).write_bytes(b"changed")
     assert staged.paths[WEIGHTS].read_bytes() == tiny_weights(3)
-    assert staged.config.base_model_name == "tiny-llama"
+    assert staged.base_model == "tiny-llama"
     assert set(staged.paths) == set(staged.record.files)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
-
-from loramux.adapters.peft.refusals import RefusalCode, name_some
-from loramux.diffusion.lora_files.names import PipelineNames
-from loramux.diffusion.lora_files.refusals import ImageRefusal
-from loramux.errors import AdapterRefused
+from collections.abc import Iterable, Mapping
 
 MAX_TRIGGER_WORDS = 8
+MAX_BASE_CHARACTERS = 200
+# Fields in which trainers note the base.
+_BASE_FIELDS = ("modelspec.architecture", "ss_base_model_version", "base_model")
 # Parts of names that only one kind of denoiser has, and the class of that denoiser.
 _MARKS: tuple[tuple[str, str], ...] = (
     (r"(double|single)_blocks|single_transformer_blocks", "FLUX"),
@@ -26,38 +23,19 @@ _MARKS: tuple[tuple[str, str], ...] = (
     (r"transformer_blocks[._]\d+[._](img|txt)_(mod|mlp)", "Qwen-Image"),
     (r"layers[._]\d+[._]attention[._]", "Z-Image"),
 )
-_DENOISERS = {
-    "FluxTransformer2DModel": "FLUX",
-    "Flux2Transformer2DModel": "FLUX",
-    "SD3Transformer2DModel": "Stable Diffusion 3",
-    "UNet2DConditionModel": "UNet",
-    "WanTransformer3DModel": "Wan",
-    "QwenImageTransformer2DModel": "Qwen-Image",
-    "ZImageTransformer2DModel": "Z-Image",
-}
 
 
-def refuse_unknown(keys: Sequence[str], num_tensors: int, names: PipelineNames) -> NoReturn:
-    """Raises the refusal of tensors that have no place in the pipeline."""
-    kind = _kind_of(keys)
-    own = _DENOISERS.get(names.denoiser_class)
-    shown = name_some(list(keys))
-    if kind is not None and own is not None and kind != own and len(keys) > num_tensors / 2:
-        raise AdapterRefused(
-            ImageRefusal.OTHER_FAMILY,
-            f"Its tensors are named as for {kind}, and this model is {own}: {shown}.",
-            fix="Use an adapter that was trained on this base.",
-        )
-    raise AdapterRefused(
-        RefusalCode.UNKNOWN_TENSORS,
-        f"{len(keys)} of {num_tensors} tensors belong to no module of this model: {shown}.",
-        fix="Use an adapter that was trained on this base, or save it without these tensors.",
-    )
-
-
-def _kind_of(keys: Sequence[str]) -> str | None:
+def family_of_keys(keys: Iterable[str]) -> str | None:
+    """Returns the kind of denoiser whose names most of the keys have; None: no known one."""
     counts = Counter(kind for key in keys for mark, kind in _MARKS if re.search(mark, key))
     return counts.most_common(1)[0][0] if counts else None
+
+
+def declared_base(metadata: Mapping[str, object]) -> str | None:
+    """Returns the base that the trainer noted."""
+    found = (metadata.get(name) for name in _BASE_FIELDS)
+    given = next((one for one in found if isinstance(one, str) and one.strip()), None)
+    return None if given is None else given.strip()[:MAX_BASE_CHARACTERS]
 
 
 def trigger_words(metadata: Mapping[str, str]) -> tuple[str, ...]:
