@@ -68,7 +68,33 @@ def server_python() -> str:
 @contextmanager
 def live_server(folder: Path) -> Iterator[Live]:
     python = server_python()
-    environment = {
+    environment = server_environment(folder)
+    modules = [f"{name}={EXAMPLES / 'adapters' / name}" for name in ADAPTERS]
+    for seed, name in enumerate(RANDOM_ADAPTERS):
+        make = [python, EXAMPLES / "make_adapter.py", folder / name, "--seed", str(seed)]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
+        modules.append(f"{name}={folder / name}")
+    flags = ["--port", "0", "--served-model-name", BASE, "--pooling", "mean"]
+    flags += ["--device-memory", "1GiB", "--allow-runtime-lora-updating"]
+    with running(folder, [*flags, "--lora-modules", *modules]) as started:
+        yield started
+
+
+@contextmanager
+def image_server(folder: Path) -> Iterator[Live]:
+    """A server of a tiny image model that draws noise, with two adapters."""
+    python, environment = server_python(), server_environment(folder)
+    make = [python, EXAMPLES / "images" / "make_tiny_model.py", folder]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
+    flags = ["--port", "0", "--image-model", str(folder / "model")]
+    flags += ["--served-model-name", "flux", "--image-default-lora", "sketch", "--image-lora"]
+    flags += [f"sketch={folder / 'ink.safetensors'}@0.8", f"wc={folder / 'night.safetensors'}"]
+    with running(folder, flags) as started:
+        yield started
+
+
+def server_environment(folder: Path) -> dict[str, str]:
+    return {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONUNBUFFERED": "1",
@@ -78,15 +104,13 @@ def live_server(folder: Path) -> Iterator[Live]:
         "GOMP_SPINCOUNT": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    modules = [f"{name}={EXAMPLES / 'adapters' / name}" for name in ADAPTERS]
-    for seed, name in enumerate(RANDOM_ADAPTERS):
-        make = [python, EXAMPLES / "make_adapter.py", folder / name, "--seed", str(seed)]
-        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
-        modules.append(f"{name}={folder / name}")
-    flags = ["--port", "0", "--served-model-name", BASE, "--pooling", "mean"]
-    flags += ["--device-memory", "1GiB", "--allow-runtime-lora-updating"]
+
+
+@contextmanager
+def running(folder: Path, flags: list[str]) -> Iterator[Live]:
+    environment = server_environment(folder)
     log = folder / "server.log"
-    command = [python, "-m", "loramux.cli.main", "serve", *flags, "--lora-modules", *modules]
+    command = [server_python(), "-m", "loramux.cli.main", "serve", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
