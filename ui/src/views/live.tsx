@@ -136,21 +136,23 @@ type Kind = (typeof KINDS)[number];
 const KIND_NAMES = { kv: "KV cache", prefixes: "prefixes", adapters: "adapters", free: "free" };
 const LETTERS: Record<string, Kind> = { k: "kv", p: "prefixes", a: "adapters", ".": "free" };
 
-/** A cell for each range of pages, in the order of their addresses. */
+/** A cell for each range of pages, in the order of their addresses; only counts of an image model. */
 function PageMap({ state, pageBytes }: { state: HostState; pageBytes: number }) {
   const { pages, map } = state;
+  const isText = state.modality === "text";
+  const kinds = KINDS.filter((kind) => isText || kind === "adapters" || kind === "free");
   const first = (cell: number): number => Math.floor((pages.total * cell) / map.length);
   return (
     <div class="card">
       <div class="toolbar">
-        <h2>Page pool</h2>
+        <h2>{isText ? "Page pool" : "Memory for adapters"}</h2>
         <span class="muted">
           {count(pages.total)} pages
           {pageBytes > 0 && ` of ${bytes(pageBytes)}, ${bytes(pages.total * pageBytes)}`}
           {map.length > 0 && map.length < pages.total && `; a cell is ${round(pages.total / map.length)} pages`}
         </span>
         <ul class="legends">
-          {KINDS.map((kind) => (
+          {kinds.map((kind) => (
             <li key={kind}>
               <i class={`swatch page-${kind}`} aria-hidden="true" />
               {KIND_NAMES[kind]} <b>{count(pages[kind])}</b>
@@ -158,7 +160,7 @@ function PageMap({ state, pageBytes }: { state: HostState; pageBytes: number }) 
           ))}
         </ul>
       </div>
-      <svg
+      {map.length > 0 && <svg
         class="map"
         viewBox={`0 0 ${COLUMNS * 10} ${Math.max(1, Math.ceil(map.length / COLUMNS)) * 10}`}
         role="img"
@@ -180,7 +182,7 @@ function PageMap({ state, pageBytes }: { state: HostState; pageBytes: number }) 
             </rect>
           );
         })}
-      </svg>
+      </svg>}
     </div>
   );
 }
