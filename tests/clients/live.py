@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 BASE = "SmolLM2-135M-Instruct"
 ADAPTERS = ("pirate", "shout", "json", "sentiment")
+IMAGE_BASE = "tiny-images"
+IMAGE_ADAPTERS = ("ink", "night")
 # Two of equal rank, for the ways to combine adapters that ask for it.
 RANDOM_ADAPTERS = ("random-1", "random-2")
 LISTENING = re.compile(r"listening on (http://[\d.:]+)", re.IGNORECASE)
@@ -87,6 +89,29 @@ def live_server(folder: Path) -> Iterator[Live]:
     flags += ["--device-memory", "1GiB", "--allow-runtime-lora-updating"]
     log = folder / "server.log"
     command = [python, "-m", "loramux.cli.main", "serve", *flags, "--lora-modules", *modules]
+    with _running(command, log, environment) as live:
+        yield live
+
+
+@contextmanager
+def live_image_server(folder: Path) -> Iterator[Live]:
+    """A server of a tiny image model with random weights and two adapters."""
+    python = server_python()
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+    environment |= {"COLUMNS": "200", "XDG_DATA_HOME": str(folder / "user-data")}
+    make = [python, EXAMPLES / "images" / "make_tiny_model.py", folder / "tiny"]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
+    loras = [f"{name}={folder / 'tiny' / name}.safetensors" for name in IMAGE_ADAPTERS]
+    flags = ["--port", "0", "--served-model-name", IMAGE_BASE, "--image-lora", *loras]
+    command = [python, "-m", "loramux.cli.main", "serve", "--image-model", folder / "tiny/model"]
+    with _running([*command, *flags], folder / "images.log", environment) as live:
+        yield live
+
+
+@contextmanager
+def _running(
+    command: Sequence[str | Path], log: Path, environment: dict[str, str]
+) -> Iterator[Live]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
