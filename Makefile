@@ -73,7 +73,7 @@ test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, ser
 # A folder of tests/clients has the clients that can be installed into one environment.
 test-clients: $(CLIENTS_STAMP) ## Clients that people have, against a server (part of test-all)
 	@$(BIN)/python scripts/compile_kernels.py
-	@for name in openai3 openai2 benchmarks; do \
+	@for name in openai3 openai2 images benchmarks; do \
 		echo "==> tests/clients/$$name"; \
 		LORAMUX_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/$$name/bin/python -m pytest \
 			tests/clients/$$name $(ARGS) || [ "$(if $(ARGS),$$?)" = 5 ]; \

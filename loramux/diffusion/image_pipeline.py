@@ -21,8 +21,9 @@ from loramux.diffusion.lora_files.reader import AdapterReport
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import AdapterNotFound, InvalidRequest, suggest
+from loramux.image_files import measure
 from loramux.types.composition import check_sum
-from loramux.types.image import ImageRequest
+from loramux.types.image import DEFAULT_STRENGTH, ImageRequest, SourceImage
 
 MAX_RANDOM_SEED = 2**32
 OnProgress = Callable[[int, int, int], None]
@@ -46,6 +47,20 @@ class Drawing:
     """None: a random one, which the image names."""
     sampler: str = ""
     max_sequence_length: int | None = None
+    image: bytes | None = None
+    """A file that the drawing begins with; its size is the default then."""
+    mask: bytes | None = None
+    """A file that is white where the image is drawn anew; None: everywhere."""
+    strength: float = DEFAULT_STRENGTH
+    """The part of the steps that change the image."""
+
+    @property
+    def source(self) -> SourceImage | None:
+        if self.image is None:
+            if self.mask is not None:
+                raise InvalidRequest("A mask needs an image.", param="mask")
+            return None
+        return SourceImage(image=self.image, mask=self.mask, strength=self.strength)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,12 +200,20 @@ class ImagePipeline:
             (self._adapters[self._known(name)].cid, weight)
             for name, weight in drawing.adapters.items()
         ]
+        source = drawing.source
+        width = height = family.default_size
+        if source is not None:
+            factor = family.size_factor
+            width, height = (
+                max(side // factor, 1) * factor for side in measure(source.image, "image")
+            )
         return ImageRequest(
             request_id=request_id,
             prompt=drawing.prompt,
             negative_prompt=drawing.negative_prompt,
-            width=drawing.width or family.default_size,
-            height=drawing.height or family.default_size,
+            source=source,
+            width=drawing.width or width,
+            height=drawing.height or height,
             steps=drawing.steps or family.default_steps,
             guidance_scale=drawing.guidance_scale,
             true_cfg_scale=drawing.true_cfg_scale,

@@ -19,6 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 BASE = "SmolLM2-135M-Instruct"
 ADAPTERS = ("pirate", "shout", "json", "sentiment")
+IMAGE_BASE = "tiny-images"
+IMAGE_ADAPTERS = ("ink", "night")
 # Two of equal rank, for the ways to combine adapters that ask for it.
 RANDOM_ADAPTERS = ("random-1", "random-2")
 LISTENING = re.compile(r"listening on (http://[\d.:]+)", re.IGNORECASE)
@@ -81,15 +83,16 @@ def live_server(folder: Path) -> Iterator[Live]:
 
 
 @contextmanager
-def image_server(folder: Path) -> Iterator[Live]:
-    """A server of a tiny image model that draws noise, with two adapters."""
-    python, environment = server_python(), server_environment(folder)
-    make = [python, EXAMPLES / "images" / "make_tiny_model.py", folder]
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
-    flags = ["--port", "0", "--image-model", str(folder / "model")]
-    flags += ["--served-model-name", "flux", "--image-default-lora", "sketch", "--image-lora"]
-    flags += [f"sketch={folder / 'ink.safetensors'}@0.8", f"wc={folder / 'night.safetensors'}"]
-    with running(folder, flags) as started:
+def image_server(folder: Path, *flags: str, name: str = IMAGE_BASE) -> Iterator[Live]:
+    """A server of a tiny image model with random weights, with adapters in the flags.
+
+    `{folder}` in a flag stands for the folder with the files of its adapters.
+    """
+    make = [server_python(), EXAMPLES / "images" / "make_tiny_model.py", folder]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=server_environment(folder))
+    given = [flag.format(folder=folder) for flag in flags]
+    first = ["--port", "0", "--image-model", str(folder / "model"), "--served-model-name", name]
+    with running(folder, [*first, *given]) as started:
         yield started
 
 

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 CLIENTS = REPOSITORY / "tests" / "clients"
 FEATURES = (
     *("text", "stream", "typed", "tools", "loop", "embeddings", "responses", "adapters"),
-    "errors",
+    *("errors", "images"),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,6 +37,8 @@ IMAGE_CARD = ImageCard(
     takes_guidance=True,
 )
 PNG = b"\x89PNG\r\n\x1a\n"
+PICTURE = b64encode(PNG + struct.pack(">I4sII", 13, b"IHDR", 64, 64)).decode()
+"""A file whose header says 64x64 pixels."""
 
 
 class ScriptedImages(ScriptedBackend):

@@ -21,6 +21,7 @@ from loramux.types.pooling import ModelPooling, Pooling
 from loramux.types.request import FinishReason, Request
 from tests.unit.server.registry_app import RegistryApp, make_registry_app
 from tests.unit.server.scripted_backend import CARD, say_hello
+from tests.unit.server.scripted_images import PICTURE
 
 TENANTS = ("acme", "globex")
 # Rights of the keys of each tenant; the last one is revoked.
@@ -78,6 +79,7 @@ SHEAF: Body = lambda name: {  # noqa: E731
     "prompt": "a fox",
     "adapters": [name],
 }
+SMALL = {"width": 64, "height": 64, "steps": 2}
 LOAD: Body = lambda name: {"lora_name": name, "lora_path": "/nowhere"}  # noqa: E731
 BODIES: Mapping[str, Body] = {
     "POST /v1/chat/completions": CHAT,
@@ -103,6 +105,14 @@ BODIES: Mapping[str, Body] = {
     "POST /v1/rerank": RERANK,
     "POST /v2/rerank": RERANK,
     "POST /v1/images/generations": IMAGE,
+    "POST /v1/images/edits": lambda name: IMAGE(name) | {"image": PICTURE},
+    "POST /sdapi/v1/txt2img": lambda name: {"prompt": f"a fox <lora:{name}:1>", **SMALL},
+    "POST /sdapi/v1/img2img": lambda name: {
+        "prompt": f"a fox <lora:{name}:1>",
+        "init_images": [PICTURE],
+        **SMALL,
+    },
+    "POST /sdapi/v1/options": lambda name: {"sd_model_checkpoint": name},
     "POST /{name}/predict": SHEAF,
     "POST /{name}/stream": SHEAF,
     "POST /v1/run": lambda name: {"artifact": name, "input": "hi", "raw": True},

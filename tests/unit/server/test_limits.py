@@ -15,6 +15,7 @@ from loramux.server.access import INFER, ROUTE_ACCESS
 from loramux.types.pooling import ModelPooling, Pooling
 from tests.unit.server.asgi_client import CHAT, request, run
 from tests.unit.server.registry_app import Make, RegistryApp
+from tests.unit.server.scripted_images import PICTURE
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 OF_TEXT = {
@@ -57,6 +58,9 @@ OF_IMAGES = {
         "height": 64,
     },
 }
+OF_IMAGES["/v1/images/edits"] = {"prompt": "a fox", "image": PICTURE}
+OF_IMAGES["/sdapi/v1/txt2img"] = {"prompt": "a fox", "width": 64, "height": 64}
+OF_IMAGES["/sdapi/v1/img2img"] = OF_IMAGES["/sdapi/v1/txt2img"] | {"init_images": [PICTURE]}
 OF_IMAGES["/tiny-flux/stream"] = OF_IMAGES["/tiny-flux/predict"]
 OF_TOKENS = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
@@ -139,7 +143,9 @@ def test_images_over_the_limit_are_refused_in_the_shape_of_their_api(
     use_up(found)
     answer = ask(found, path, OF_IMAGES[path])
     check_refused(answer, "requests per minute")
-    assert answer.json().keys() == {"detail" if "tiny-flux" in path else "error"}
+    keys = {"detail"} if "tiny-flux" in path else {"error"}
+    keys |= {"detail", "body", "errors"} if "sdapi" in path else set()
+    assert answer.json().keys() == keys
 
 
 def test_image_tokens_times_steps_count_as_tokens(registry_app: Make) -> None:

@@ -34,7 +34,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     if running := os.environ.get("LORAMUX_IMAGES_URL"):
         yield Live(running)
         return
-    with image_server(tmp_path_factory.mktemp("images")) as started:
+    adapters = (
+        "--image-lora",
+        "sketch={folder}/ink.safetensors@0.8",
+        "wc={folder}/night.safetensors",
+    )
+    flags = (*adapters, "--image-default-lora", "sketch")
+    with image_server(tmp_path_factory.mktemp("sheaf"), *flags, name="flux") as started:
         yield started
 
 
