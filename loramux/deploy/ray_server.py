@@ -153,19 +153,19 @@ class ModelServer:
         start_s = config["applications"][0]["args"]["start_s"]
         stop_s = engine["graceful_shutdown_timeout_s"]
         timeout_s = start_s + stop_s + _SLACK_S
-        # Where replicas scale, any number of them is right.
-        count = engine.get("num_replicas")
-        return _Waiting(revision, count, timeout_s, self._on_progress).wait()
+        scaling = engine["autoscaling_config"]
+        bounds = range(scaling["min_replicas"], scaling["max_replicas"] + 1)
+        return _Waiting(revision, bounds, timeout_s, self._on_progress).wait()
 
 
 class _Waiting:
     """Waits until all replicas have a revision; the time begins anew with all progress."""
 
     def __init__(
-        self, revision: str, count: int | None, timeout_s: float, on_progress: OnProgress
+        self, revision: str, bounds: range, timeout_s: float, on_progress: OnProgress
     ) -> None:
         self._revision = revision
-        self._count = count
+        self._bounds = bounds
         self._timeout_s = timeout_s
         self._on_progress = on_progress
         self._told = ""
@@ -202,7 +202,7 @@ class _Waiting:
         running = state.replicas.get(ENGINE, {}).get("RUNNING", 0)
         followed = [one for one in state.engines if one["revision"] == self._revision]
         is_all = len(followed) == len(state.engines) == running
-        return is_all and running == (self._count or max(1, running))
+        return is_all and running in self._bounds
 
 
 def deployed_config() -> dict[str, Any] | None:

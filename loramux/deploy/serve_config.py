@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loramux.config.serve import SETTINGS
-from loramux.specs import FleetConfig, LoRAConfig, ModelSpec
+from loramux.specs import FleetConfig, LoRAConfig, ModelSpec, ScalingConfig
 
 ENGINES, FRONT = "engines", "front"
 """Names of the applications."""
@@ -74,8 +74,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         said.append(f"replicas: rolling update, {how}")
     elif was_engine["user_config"] != engine["user_config"]:
         said.append(f"in place: {_in_place(was_engine['user_config'], engine['user_config'])}")
-    sizes = ("num_replicas", "autoscaling_config")
-    if not all(_says_all(was_engine.get(key), engine.get(key)) for key in sizes):
+    if not _says_all(was_engine["autoscaling_config"], engine["autoscaling_config"]):
         said.append(f"number of replicas: {_size(was_engine)} -> {_size(engine)}")
     if not _says_all(was_front, front):
         said.append("router: rolling update")
@@ -103,11 +102,8 @@ def _engines(spec: ModelSpec) -> dict[str, Any]:
         "request_router_config": {
             "request_router_class": "loramux.deploy.ray_members:FollowingRouter"
         },
+        "autoscaling_config": _autoscaling(spec),
     }
-    if fleet.scaling is None:
-        engine["num_replicas"] = resources.replicas
-    else:
-        engine["autoscaling_config"] = _autoscaling(fleet)
     return {
         "name": ENGINES,
         "route_prefix": None,
@@ -132,9 +128,17 @@ def _engine_args(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _autoscaling(fleet: FleetConfig) -> dict[str, Any]:
-    scaling = fleet.scaling
-    assert scaling is not None
+def _autoscaling(spec: ModelSpec) -> dict[str, Any]:
+    """Returns the bounds of the number of replicas.
+
+    A fixed number is a range of one: Ray would replace all replicas of a deployment that begins
+    or ceases to have a policy.
+    """
+    count = spec.resources.replicas
+    fixed = ScalingConfig(
+        min_replicas=count, max_replicas=count, upscale_delay_s=0.0, downscale_delay_s=0.0
+    )
+    scaling = spec.fleet.scaling or fixed
     return {
         "min_replicas": scaling.min_replicas,
         "max_replicas": scaling.max_replicas,
@@ -193,10 +197,9 @@ def _in_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _size(engine: Mapping[str, Any]) -> str:
-    scaling = engine.get("autoscaling_config")
-    if scaling is None:
-        return str(engine["num_replicas"])
-    return f"{scaling['min_replicas']} to {scaling['max_replicas']}"
+    scaling = engine["autoscaling_config"]
+    bounds = (scaling["min_replicas"], scaling["max_replicas"])
+    return " to ".join(map(str, dict.fromkeys(bounds)))
 
 
 def _digest(what: object) -> str:

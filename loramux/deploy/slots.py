@@ -1,7 +1,7 @@
 """A place for each replica of a machine: a port and a folder that its successor takes over.
 
-Routers hash the address of a replica, so that one that is started again has the adapters of the
-one before. The operating system frees a place when its process ends, however it ends.
+Routers hash the address of a replica, so that the successor of one that failed gets its adapters.
+The operating system frees a place when its process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from loramux.errors import LoramuxError
 from loramux.private_files import make_private_folder
 
 MAX_SLOTS = 256
+# A file in the folder of a place from when it is taken until it is freed.
+_TAKEN = "taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +30,43 @@ class Slot:
     """Descriptor of the file that is locked while the slot is taken."""
 
     def free(self) -> None:
+        """Leaves the place as one that needs no successor."""
+        (self.folder / _TAKEN).unlink(missing_ok=True)
         os.close(self.lock)
 
 
 def take_slot(host: str, first_port: int, *, root: Path | None = None) -> Slot:
-    """Takes the first place whose port is free on this machine; raises LoramuxError."""
+    """Takes the place of a replica that failed, else the first whose port is free.
+
+    Raises LoramuxError.
+    """
     root = root or Path(tempfile.gettempdir()) / f"loramux-deploy-{os.getuid()}"
     make_private_folder(root)
     if root.stat().st_uid != os.getuid():
         raise LoramuxError(f"{root} belongs to another user. Remove it.")
-    for port in range(first_port, first_port + MAX_SLOTS):
-        folder = root / str(port)
-        make_private_folder(folder)
-        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_free(host, port):
-                return Slot(port, folder, lock)
-        except BlockingIOError:
-            pass
-        os.close(lock)
+    ports = range(first_port, first_port + MAX_SLOTS)
+    left = [port for port in ports if (root / str(port) / _TAKEN).exists()]
+    for port in [*left, *ports]:
+        slot = _take(host, port, root / str(port))
+        if slot is not None:
+            return slot
     raise LoramuxError(
-        f"No port from {first_port} to {first_port + MAX_SLOTS - 1} is free on {host}. "
-        "Set fleet.engine_port."
+        f"No port from {ports[0]} to {ports[-1]} is free on {host}. Set fleet.engine_port."
     )
+
+
+def _take(host: str, port: int, folder: Path) -> Slot | None:
+    make_private_folder(folder)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_free(host, port):
+            (folder / _TAKEN).touch(mode=0o600)
+            return Slot(port, folder, lock)
+    except BlockingIOError:
+        pass
+    os.close(lock)
+    return None
 
 
 def _is_free(host: str, port: int) -> bool:

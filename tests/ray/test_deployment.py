@@ -51,6 +51,14 @@ class Scene:
     log: list[str] = field(default_factory=list)
 
     @property
+    def model(self) -> str:
+        return Path(self.spec.backend_kwargs["model_id"]).name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.spec.lora.adapters) if self.spec.lora else ()
+
+    @property
     def proxy(self) -> str:
         return f"http://127.0.0.1:{self.spec.fleet.proxy_port}"
 
@@ -59,8 +67,9 @@ class Scene:
         self.state = self.server.update(self.spec)
         return self.state
 
-    def traffic(self, *models: str, names: tuple[str, ...] = NAMES[:2]) -> Traffic:
-        """Traffic whose answers may be those of any of the models."""
+    def traffic(self, *models: str, names: tuple[str, ...] = ()) -> Traffic:
+        """Traffic whose answers may be those of any of the models; by default as the spec says."""
+        names, models = names or self.names, models or (self.model,)
         asked = {name: [self.expected[model][name] for model in models] for name in names}
         asked[BASE] = [self.expected[model][""] for model in models]
         return Traffic(self.server.url, asked)
@@ -257,7 +266,7 @@ def test_a_base_model_that_does_not_start_leaves_the_old_replicas(scene: Scene) 
     broken = scene.folder / "no-model"
     broken.mkdir()
     with (
-        scene.traffic("second", names=("a1",)).flowing(2) as traffic,
+        scene.traffic().flowing(2) as traffic,
         pytest.raises(DeployFailed, match="no-model"),
     ):
         scene.update(backend_kwargs={"model_id": str(broken)})
@@ -273,7 +282,7 @@ def test_a_replica_that_is_killed_is_replaced(
     scene: Scene, timed: Callable[[str], Any], killed: str
 ) -> None:
     victim = scene.state.engines[0]
-    with scene.traffic("second", names=("a1", "a2")).flowing(4) as traffic:
+    with scene.traffic().flowing(4) as traffic:
         time.sleep(1)
         os.kill(victim[killed], signal.SIGKILL)
         with timed(f"kill -9 of {killed}: whole again after") as told:
@@ -307,7 +316,7 @@ def test_replicas_come_with_the_load_and_go_without_it(
         scene.wait_until(is_whole(1))
     assert pids(scene.state) < kept
     # Each open stream is half a unit of load.
-    traffic = scene.traffic("second", names=("a1", "a2", "a3"))
+    traffic = scene.traffic()
     with traffic.flowing(8), timed("8 clients: two replicas after"):
         scene.wait_until(is_whole(2))
         newest = {one["url"]: one["prewarmed"] for one in scene.state.engines}
@@ -317,4 +326,14 @@ def test_replicas_come_with_the_load_and_go_without_it(
     assert any(newest.values()), newest
     with timed("idle again: one replica after"):
         scene.wait_until(is_whole(1))
-    assert tokens_of(ask(scene.server.url, "a2")) == scene.expected["second"]["a2"]
+    assert tokens_of(ask(scene.server.url, "a1")) == scene.expected[scene.model]["a1"]
+
+
+def test_the_number_of_replicas_changes_in_place(scene: Scene, timed: Callable[[str], Any]) -> None:
+    kept = pids(scene.state)
+    with timed("from one to two replicas:"):
+        scene.update(
+            resources=replace(scene.spec.resources, replicas=2),
+            fleet=replace(scene.spec.fleet, scaling=None),
+        )
+    assert len(pids(scene.state)) == 2 and kept < pids(scene.state)

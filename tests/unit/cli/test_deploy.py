@@ -36,7 +36,7 @@ def test_the_configuration_is_printed_as_ray_and_kuberay_read_it(spec: Path) -> 
     assert (engines["name"], front["name"]) == ("engines", "front")
     assert engines["args"]["settings"]["model"] == str(spec.parent / "model")
     (engine,) = engines["deployments"]
-    assert engine["num_replicas"] == 3
+    assert engine["autoscaling_config"]["min_replicas"] == 3
     assert engine["user_config"]["adapters"]["sql"]["source"] == str(spec.parent / "adapters/sql")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tomllib
 from pathlib import Path
@@ -18,16 +19,19 @@ from tests.s3_server import free_ports
 HOST = "127.0.0.1"
 
 
-def test_a_successor_takes_the_place_of_its_predecessor(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    port = min(port, 60_000)
-    first = take_slot(HOST, port, root=tmp_path)
-    second = take_slot(HOST, port, root=tmp_path)
-    assert first.port < second.port and first.folder != second.folder
+def test_a_successor_takes_the_place_of_a_replica_that_failed(tmp_path: Path) -> None:
+    port = min(free_ports(1)[0], 60_000)
+    first, second, third = (take_slot(HOST, port, root=tmp_path) for _ in range(3))
+    assert len({one.folder for one in (first, second, third)}) == 3
+    assert first.port < second.port < third.port
+    # The first stops in order, the last one fails: its lock goes with its process.
     first.free()
-    third = take_slot(HOST, port, root=tmp_path)
-    assert (third.port, third.folder) == (first.port, first.folder)
-    for slot in (second, third):
+    os.close(third.lock)
+    successor = take_slot(HOST, port, root=tmp_path)
+    assert (successor.port, successor.folder) == (third.port, third.folder)
+    fourth = take_slot(HOST, port, root=tmp_path)
+    assert fourth.port == first.port
+    for slot in (second, successor, fourth):
         slot.free()
 
 

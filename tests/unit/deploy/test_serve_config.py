@@ -44,7 +44,8 @@ def engine_of(spec: ModelSpec) -> dict[str, Any]:
 def test_replicas_have_the_resources_and_stop_after_their_streams() -> None:
     engine = engine_of(SPEC)
     assert engine["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 1, "memory": 2 * 2**30}
-    assert engine["num_replicas"] == 3
+    scaling = engine["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (3, 3)
     # The server waits 60 s for streams; Ray must wait for longer.
     assert engine["graceful_shutdown_timeout_s"] > 60
     assert engine["user_config"]["adapters"]["a"] == {"source": "/a", "pinned": False}
@@ -114,8 +115,9 @@ def test_adapters_of_images_are_arguments_of_the_server() -> None:
 def test_replicas_scale_by_load_where_the_spec_says_so() -> None:
     scaling = ScalingConfig(min_replicas=2, max_replicas=8, target_load=4)
     engine = engine_of(replace(SPEC, fleet=FleetConfig(scaling=scaling)))
-    assert "num_replicas" not in engine
     assert engine["autoscaling_config"]["max_replicas"] == 8
+    # Another policy would replace all replicas.
+    assert engine["autoscaling_config"]["policy"] == engine_of(SPEC)["autoscaling_config"]["policy"]
     assert engine["user_config"]["target_load"] == 4
 
 
