@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from benchmarks.lib.fleet_simulation import POLICIES, Result, Setting, Simulation
+from benchmarks.lib.fleet_simulation import POLICIES, Costs, Result, Setting, Simulation
 from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.report import (
     Panel,
@@ -25,6 +25,19 @@ from benchmarks.lib.report import (
 )
 
 TRACES = ("zipf", "drift", "flash", "loss")
+COSTS = {
+    "8b": Costs(),
+    # Those of the replicas of `bench router`, to compare the simulation with real processes.
+    "sleeping": Costs(
+        step_s=0.02,
+        sequence_s=0,
+        token_s=0,
+        slots=4,
+        host_s=0.004,
+        system_tokens=0,
+        answer_tokens=8,
+    ),
+}
 
 
 def main() -> None:
@@ -33,7 +46,10 @@ def main() -> None:
     for trace in arguments.traces:
         setting = _setting(arguments, trace)
         began = time.perf_counter()
-        rows = [_row(Simulation(policy, setting).run()) for policy in arguments.policies]
+        rows = [
+            _row(Simulation(policy, setting, COSTS[arguments.costs]).run())
+            for policy in arguments.policies
+        ]
         seconds = time.perf_counter() - began
         out.add(_section(trace, setting, rows, seconds))
     out.finish()
@@ -57,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} ({value})")
+    parser.add_argument("--costs", choices=COSTS, default="8b", help="times of a replica (8b)")
     parser.add_argument("--traces", type=names(TRACES), default=["zipf"], help=", ".join(TRACES))
     parser.add_argument(
         "--policies", type=names(tuple(POLICIES)), default=list(POLICIES), help=", ".join(POLICIES)

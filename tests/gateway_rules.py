@@ -2,14 +2,23 @@
 
 The endpoint picker of llm-d and of the inference extension: the newest sample of
 `vllm:lora_requests_info` by its value, lists split at commas and trimmed, `max_lora` as an integer;
-gauges by name; block size and block count from the labels of `vllm:cache_config_info`.
+gauges by name; block size and block count from the labels of `vllm:cache_config_info`; for each
+adapter one sample of `vllm:lora_adapter_loaded`. production-stack's router: older names, by sample.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    level: str
+    rank: int
+    is_pinned: bool
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,11 @@ class PodMetrics:
     max_adapters: int
     running: frozenset[str]
     waiting: frozenset[str]
+    loaded: Mapping[str, LoadedAdapter]
+    num_loaded: int
+    max_loaded: int
+    stack_kv_usage: float
+    stack_hit_rate: float
 
     def affinity(self, model: str) -> float:
         """Returns the score of llm-d's scorer of LoRA affinity."""
@@ -50,7 +64,25 @@ def parse_scrape(text: str) -> PodMetrics:
         max_adapters=int(lora["max_lora"]),
         running=_names(lora["running_lora_adapters"]),
         waiting=_names(lora["waiting_lora_adapters"]),
+        loaded=dict(map(_loaded, samples.get("vllm:lora_adapter_loaded", []))),
+        num_loaded=int(samples["vllm:num_gpu_loaded_lora_adapters"][0][1]),
+        max_loaded=int(samples["vllm:max_gpu_lora_adapters"][0][1]),
+        stack_kv_usage=samples["vllm:gpu_cache_usage_perc"][0][1],
+        stack_hit_rate=_hit_rate(samples),
     )
+
+
+def _loaded(sample: tuple[dict[str, str], float]) -> tuple[str, LoadedAdapter]:
+    labels, value = sample
+    assert value == 1 and labels["level"] in ("gpu", "cpu")
+    is_pinned = {"true": True, "false": False}[labels["pinned"]]
+    return labels["adapter_name"], LoadedAdapter(labels["level"], int(labels["rank"]), is_pinned)
+
+
+def _hit_rate(samples: Mapping[str, list[tuple[dict[str, str], float]]]) -> float:
+    hits = samples["vllm:gpu_prefix_cache_hits_total"][0][1]
+    queries = samples["vllm:gpu_prefix_cache_queries_total"][0][1]
+    return hits / queries if queries else 0.0
 
 
 def _names(joined: str) -> frozenset[str]:

@@ -254,6 +254,10 @@ def test_gateways_parse_a_scrape_and_routers_a_report(server: RunningServer) -> 
     pod = parse_scrape(httpx2.get(f"{server.url}/metrics").text)
     assert pod.affinity("a3") == 1.0 and pod.affinity("never seen") == 0.8
     assert pod.max_adapters > 1 and pod.num_blocks > 0 and pod.block_size > 0
+    found = pod.loaded["a3"]
+    assert (found.level, found.rank, found.is_pinned) == ("gpu", 8, False)
+    assert pod.num_loaded >= 1 and pod.max_loaded == pod.max_adapters
+    assert pod.stack_kv_usage == pod.kv_usage and 0 <= pod.stack_hit_rate <= 1
     assert report["state"] == "ready" and report["slots"] >= 1
     assert report["tier_s"][Tier.DEVICE] == 0 < report["tier_s"][Tier.HOST]
     again = {"since": report["generation"], "instance": report["instance"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.lib.fleet_simulation import POLICIES, Result, Setting, Simulation
+from benchmarks.routing import COSTS
 
 NUM_REQUESTS = 1500
 
@@ -42,3 +43,14 @@ def test_a_flash_crowd_is_spread_over_replicas() -> None:
 def test_a_fleet_of_more_than_sixteen_replicas_is_planned_too() -> None:
     result = play("seconds", replicas=24, adapters=2000)
     assert result.share("device") > play("two choices", replicas=24, adapters=2000).share("device")
+
+
+def test_short_answers_do_not_drive_requests_away_from_their_adapters() -> None:
+    """Catches waits that are reckoned by the length of other answers."""
+    setting = Setting(requests=3000, load=0.7)
+    ours, others = (
+        Simulation(policy, setting, COSTS["sleeping"]).run()
+        for policy in ("seconds", "two choices")
+    )
+    assert ours.share("device") > 1.25 * others.share("device")
+    assert ours.percentile(0.99) < others.percentile(0.99)

@@ -27,6 +27,8 @@ def test_a_gateway_reads_every_figure() -> None:
     assert (pod.running_queue, pod.waiting_queue, pod.kv_usage) == (3, 2, 0.45)
     assert (pod.running, pod.waiting) == ({"legal"}, {"team/polite"})
     assert (pod.block_size, pod.num_blocks, pod.max_adapters) == (16, 0, 8)
+    assert (pod.stack_kv_usage, pod.stack_hit_rate) == (0.45, 0.75)
+    assert (pod.num_loaded, pod.max_loaded) == (1, 8) and set(pod.loaded) == {"legal"}
 
 
 def test_the_time_of_the_lists_is_now() -> None:

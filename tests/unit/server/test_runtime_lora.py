@@ -335,3 +335,11 @@ def test_a_dead_engine_is_503() -> None:
     backend.refusal = EngineStopped("It died.")
     response = post(app, LOAD, {"lora_name": "a", "lora_path": "/x"})
     assert response.status_code == 503 and "retry-after" in response.headers
+
+
+def test_production_stacks_operator_takes_a_second_load_for_a_success() -> None:
+    """It reads both fields at the top level of the body."""
+    app, _ = serve()
+    told = post(app, LOAD, {"lora_name": "legal", "lora_path": "/x"})
+    assert told.status_code == 400 and told.json()["type"] == "InvalidUserInput"
+    assert "has already been loaded" in told.json()["message"]
