@@ -15,6 +15,9 @@ from tests.clients.node_case import FOLDER
 
 CLIENT = "@openai/codex"
 shows = pytest.mark.shows
+# The answer to Codex is as long as the model makes it.
+TIMEOUT_S = 900
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 PROGRAM = FOLDER / "node_modules" / ".bin" / "codex"
 pytestmark = pytest.mark.skipif(
     not PROGRAM.exists(), reason="Codex is not installed: apt-get install nodejs npm"
@@ -46,7 +49,7 @@ def run_codex(live: Live, folder: Path, *arguments: str) -> list[dict[str, Any]]
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT_S,
     )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
