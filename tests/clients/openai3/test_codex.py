@@ -17,11 +17,13 @@ CLIENT = "@openai/codex"
 shows = pytest.mark.shows
 # The answer to Codex is as long as the model makes it.
 TIMEOUT_S = 900
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 PROGRAM = FOLDER / "node_modules" / ".bin" / "codex"
-pytestmark = pytest.mark.skipif(
-    not PROGRAM.exists(), reason="Codex is not installed: apt-get install nodejs npm"
-)
+pytestmark = [
+    pytest.mark.timeout(TIMEOUT_S + 60),
+    pytest.mark.skipif(
+        not PROGRAM.exists(), reason="Codex is not installed: apt-get install nodejs npm"
+    ),
+]
 # Its own instructions are longer than the context of the default model, and `web_search` is a tool
 # that OpenAI runs.
 CONFIGURATION = """
