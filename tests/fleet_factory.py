@@ -18,7 +18,7 @@ import httpx2
 from tests.s3_server import free_ports
 from tests.serve_factory import RunningServer, running_server
 
-READY_S = 600
+READY_S = 240
 
 
 class RunningReplica:

@@ -36,7 +36,7 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    log: Path, *flags: str, timeout_s: float = 90, environment: Mapping[str, str] = NOTHING
+    log: Path, *flags: str, timeout_s: float = 240, environment: Mapping[str, str] = NOTHING
 ) -> Iterator[RunningServer]:
     command = [sys.executable, "-m", "loramux.cli.main", "serve", "--port", "0", *flags]
     environment = {

@@ -109,7 +109,7 @@ class Stream:
         self.task = asyncio.create_task(self._read(client))
 
     async def _read(self, client: httpx2.AsyncClient) -> None:
-        body = {"model": NAME, "prompt": "Once", "max_tokens": 200, "ignore_eos": True}
+        body = {"model": NAME, "prompt": "Once", "max_tokens": 400, "ignore_eos": True}
         async with client.stream(
             "POST", "/v1/completions", json={**body, "stream": True}
         ) as answer:

@@ -160,9 +160,11 @@ def _asked(body: MessageBody) -> Asked:
 
 def _tools(body: CountBody) -> Tools | None:
     """Tools in OpenAI's form."""
-    if not body.tools:
-        return None
     choice, is_parallel = _choice(body.tool_choice)
+    if not body.tools:
+        if choice not in (None, "auto", "none"):
+            raise InvalidRequest("tool_choice needs tools to choose from.", param="tool_choice")
+        return None
     return Tools([_function(tool) for tool in body.tools], choice, is_parallel)
 
 

@@ -118,11 +118,7 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
         return json_response(placed.listed(caller_of(request)))
 
     async def set_lora(request: Request) -> Response:
-        raw = await read_body(request, context.options.max_body_bytes)
-        event = Event(Action.SELECT, context.tenant_of(caller_of(request)), "/lora-adapters")
-        async with audited(context, request, event):
-            event.details["adapters"] = placed.set_scales(raw)
-        return json_response({"success": True})
+        return await _set_selection(context, request, placed)
 
     async def props(request: Request) -> Response:
         context.require_known()
@@ -162,6 +158,14 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
         at("/v1/health", health, "GET"),
         at("/tokenize", tokenize, keys=CONTENT),
     ]
+
+
+async def _set_selection(context: Context, request: Request, placed: PlacedAdapters) -> Response:
+    raw = await read_body(request, context.options.max_body_bytes)
+    change = Event(Action.SELECT, context.tenant_of(caller_of(request)), "/lora-adapters")
+    async with audited(context, request, change):
+        change.details["adapters"] = placed.set_scales(raw)
+    return json_response({"success": True})
 
 
 async def _name_adapters(context: Context, request: Request, placed: PlacedAdapters) -> None:

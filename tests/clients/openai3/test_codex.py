@@ -15,10 +15,15 @@ from tests.clients.node_case import FOLDER
 
 CLIENT = "@openai/codex"
 shows = pytest.mark.shows
+# The answer to Codex is as long as the model makes it.
+TIMEOUT_S = 900
 PROGRAM = FOLDER / "node_modules" / ".bin" / "codex"
-pytestmark = pytest.mark.skipif(
-    not PROGRAM.exists(), reason="Codex is not installed: apt-get install nodejs npm"
-)
+pytestmark = [
+    pytest.mark.timeout(TIMEOUT_S + 60),
+    pytest.mark.skipif(
+        not PROGRAM.exists(), reason="Codex is not installed: apt-get install nodejs npm"
+    ),
+]
 # Its own instructions are longer than the context of the default model, and `web_search` is a tool
 # that OpenAI runs.
 CONFIGURATION = """
@@ -46,7 +51,7 @@ def run_codex(live: Live, folder: Path, *arguments: str) -> list[dict[str, Any]]
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT_S,
     )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

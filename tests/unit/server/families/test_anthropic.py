@@ -91,6 +91,8 @@ def test_tokens_are_counted_without_generating() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400,
          "invalid_request_error"),
         ({"tools": [{"name": "f"}], "tool_choice": {"type": "all"}}, 400, "invalid_request_error"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
+        ({"tool_choice": "any"}, 400, "invalid_request_error"),
         ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
