@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,5 +85,5 @@ def _selections(
     return [weights if asked.adapters is None else selected(asked.adapters, weights)]
 
 
-def _terms(adapters: dict[str, float]) -> str:
+def _terms(adapters: Mapping[str, float]) -> str:
     return " ".join(f"{name}:{weight:g}" for name, weight in adapters.items())

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from loramux.adapters.recipe import Recipe
 from loramux.backend import AdapterHost
@@ -156,6 +156,10 @@ class AdapterNames:
         # An adapter without names stays while the host adds any: it may be the same adapter.
         self._num_adding = 0
         self._unnamed: set[str] = set()
+
+    def described(self, given: GivenName) -> dict[str, Any]:
+        """Returns what lists of models say of a given name besides the fields of every model."""
+        return {}
 
     def find(self, name: str) -> GivenName | None:
         """Returns a given name or None; its adapter may not have been read yet."""

@@ -15,7 +15,6 @@ from starlette.routing import Route
 from loramux.capacity.plan import MemoryPlan
 from loramux.receipts.receipt import Receipt
 from loramux.server.body import PiecewiseResponse
-from loramux.server.images.wire import ImageGeneration, ImagesReply, JsonImageEdit
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
@@ -51,6 +50,7 @@ from loramux.server.wire_accounts import (
     UsageList,
 )
 from loramux.server.wire_caller import CallerReport, ReceiptKey
+from loramux.server.wire_images import ImageGeneration, ImagesReply, JsonImageEdit
 from loramux.server.wire_pooling import (
     ClassificationList,
     ClassifyRequest,

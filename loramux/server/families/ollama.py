@@ -32,8 +32,8 @@ from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.ollama_embed import embed, embed_one
 from loramux.server.families.ollama_names import select_tagged
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.model_list import list_models
 from loramux.server.receipt_draft import receipt_draft
-from loramux.server.routes.models import list_models
 from loramux.server.routes.tokens import DescribesTokenizer
 from loramux.server.selection import codec_for
 from loramux.server.streaming import StreamForm, line, stream_events, until_gone

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from loramux.backend import AdapterHost
 from loramux.errors import AdapterRefused, InvalidRequest, suggest
 from loramux.image_backend import ImageAdapterCard
-from loramux.server.names import AdapterNames, NamedAdapter
+from loramux.server.names import AdapterNames, GivenName, NamedAdapter
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.types.composition import compose
 from loramux.types.request import Selection
@@ -80,6 +81,22 @@ class ImageNames(AdapterNames):
                 param="image_default_lora",
             )
         self.default = name
+
+    def described(self, given: GivenName) -> dict[str, Any]:
+        named = self.adapters.get(given.name)
+        fields: dict[str, Any] = {
+            "modality": "image",
+            "is_default": given.name == self.default,
+            "weight": self.weight_of(given.name),
+        }
+        if named is not None:
+            card = named.card
+            fields |= {
+                "cid": card.cid,
+                "rank": card.rank,
+                "trigger_words": list(card.trigger_words),
+            }
+        return fields
 
     async def unload(self, name: str) -> None:
         await super().unload(name)

@@ -23,9 +23,9 @@ from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, ima
 from loramux.server.images.lora_fields import named_adapters
 from loramux.server.images.names import selection_of
 from loramux.server.images.sources import size_of
-from loramux.server.images.wire import ImageData, ImageGeneration, ImagesReply, Usage
 from loramux.server.openapi import generating
 from loramux.server.streaming import Events, named_event, stream_events, until_gone
+from loramux.server.wire_images import ImageData, ImageGeneration, ImagesReply, Usage
 from loramux.types.image import ImageRequest, SourceImage
 
 MAX_RANDOM_SEED = 2**32

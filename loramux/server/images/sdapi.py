@@ -20,7 +20,9 @@ from loramux.server.errors import error_info, set_error_shape, shaped_response
 from loramux.server.images.drawing import ImageContext, image_draft
 from loramux.server.images.sdapi_drawing import SdProgressBoard, info_of, make_drawing
 from loramux.server.images.sdapi_words import SCHEDULERS, check_fields, served_samplers
-from loramux.server.images.wire import (
+from loramux.server.model_list import list_models
+from loramux.server.streaming import until_gone
+from loramux.server.wire_images import (
     SdDrawing,
     SdImages,
     SdLora,
@@ -28,8 +30,6 @@ from loramux.server.images.wire import (
     SdSampler,
     SdScheduler,
 )
-from loramux.server.routes.models import list_models
-from loramux.server.streaming import until_gone
 
 UNPROCESSABLE = 422
 SDAPI_ROUTES = tuple(

@@ -27,7 +27,7 @@ from loramux.server.images.sdapi_words import (
     read_prompt,
 )
 from loramux.server.images.sources import check_files, decode_base64
-from loramux.server.images.wire import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
+from loramux.server.wire_images import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
 from loramux.types.image import ImageRequest, SourceImage
 
 DEFAULT_SIZE = 512

@@ -24,8 +24,8 @@ from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, ima
 from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.sources import check_files, decode_base64, size_of
-from loramux.server.images.wire import SheafEdit, SheafPredict, SheafReply
 from loramux.server.streaming import Events, StreamForm, event, stream_events, until_gone
+from loramux.server.wire_images import SheafEdit, SheafPredict, SheafReply
 from loramux.types.image import ImageRequest, SourceImage
 
 SheafBody = SheafPredict | SheafEdit
