@@ -145,7 +145,8 @@ def test_a_killed_engine_is_replaced_and_learns_its_adapters(use):
         await engine.pin_adapter(b, True)
         request = requests_of(engine.cids)[2]
         before = (await draw(engine, request))[-1].finished
-        long = [request_for("flux", f"long{i}", steps=200, selection=((a, 1.0),)) for i in range(4)]
+        fields = {"steps": 200, "width": 128, "height": 128, "selection": ((a, 1.0),)}
+        long = [request_for("flux", f"long{i}", **fields) for i in range(4)]
         tasks = [asyncio.create_task(draw(engine, one)) for one in long]
         while engine.stats.num_running < len(long):
             await asyncio.sleep(0.01)
