@@ -26,7 +26,7 @@ from loramux.diffusion.packing import PAGE_BYTES, ImagePacking
 from loramux.diffusion.rows import RowLora
 from loramux.memory.adapter_eviction import ResidencyLimits
 from loramux.memory.cost import CostModel
-from loramux.memory.device import StreamCopier, host_buffer
+from loramux.memory.device import Fence, StreamCopier, host_buffer
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_memory import available_memory_bytes
 from loramux.memory.host_tier import HostTier
@@ -88,7 +88,8 @@ class DeviceAdapters:
             self._written[image.cid] = image.buffer
             return
         target = torch.empty_like(image.buffer, device=self._device)
-        self._copier.copy([(target, image.buffer)], after=None)
+        # Its memory may have been freed by work that the device has not done yet.
+        self._copier.copy([(target, image.buffer)], after=Fence(self._device))
         self._written[image.cid] = target
 
     def add(self, adapter: ResidentAdapter) -> None:

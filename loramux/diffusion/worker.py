@@ -253,7 +253,7 @@ class ImageWorker:
         # Before the answer: requests for the adapter follow it in the inbox.
         self._inbox.put(found)
         answer.adapter = found.card
-        self._engine.memory.write_disk(found)
+        self._readers.submit(self._engine.memory.write_disk, found)
 
     def _register_many(self, call_id: int, paths: tuple[str, ...]) -> None:
         registrations = []

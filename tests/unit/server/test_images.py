@@ -326,7 +326,7 @@ def test_a_client_that_leaves_frees_its_image(server):
 def test_a_dead_engine_fails_open_images_and_is_replaced(server):
     """kill -9 during an image: 503, also for health, until another engine draws the same."""
     before = server.post("/v1/images/generations", json=BODY).json()["data"][0]["b64_json"]
-    long = {**BODY, "steps": 200}
+    long = {**BODY, "steps": 200, "size": "128x128"}
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(server.post, "/v1/images/generations", json=long)
         while not server.engine.stats.num_running:
