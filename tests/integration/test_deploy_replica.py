@@ -43,7 +43,8 @@ async def replica(folder: Path, place: Path, **settings: Any) -> AsyncIterator[R
     slot = take_slot(HOST, min(free_ports(1)[0], 60_000), root=place)
     given = {
         "model": str(folder / "model"), "dtype": "float32", "device_memory": "8MiB",
-        "data": str(place / "data"), "allow_runtime_lora_updating": True, "drain_s": 30, "served_model_name": ["base"],
+        "data": str(place / "data"), "allow_runtime_lora_updating": True, "drain_s": 30,
+        "served_model_name": ["base"],
     }  # fmt: skip
     server = ReplicaServer(given | settings, host=HOST, slot=slot)
     try:
