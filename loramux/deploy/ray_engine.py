@@ -22,8 +22,8 @@ from loramux.deploy.slots import take_slot
 
 _log = logging.getLogger(__name__)
 AUTO_HOST = "auto"
-# The router may not be there yet: it is started at the same time.
-_FRONT_S = 5.0
+# The router may not be there yet; the server starts meanwhile, and takes longer.
+_FRONT_S = 30.0
 # Routers hear of a replica that leaves by then, and send nothing more to it.
 _LEAVE_S = 1.0
 _NUM_STARTS = 2

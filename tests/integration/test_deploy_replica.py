@@ -44,6 +44,7 @@ async def replica(folder: Path, place: Path, **settings: Any) -> AsyncIterator[R
     given = {
         "model": str(folder / "model"), "dtype": "float32", "device_memory": "8MiB",
         "data": str(place / "data"), "allow_runtime_lora_updating": True, "drain_s": 30,
+        "served_model_name": ["base"],
     }  # fmt: skip
     server = ReplicaServer(given | settings, host=HOST, slot=slot)
     try:
@@ -93,12 +94,13 @@ def test_a_server_that_stops_ends_its_streams_first(folder: Path, tmp_path: Path
     async def work() -> list[str]:
         async with replica(folder, tmp_path) as server:
             await server.start({}, timeout_s=START_S)
-            body = {"model": "model", "prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
+            body = {"model": "base", "prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
             events: list[str] = []
             async with (
                 httpx2.AsyncClient(base_url=server.url, timeout=60) as client,
                 client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer,
             ):
+                assert answer.status_code == 200, await answer.aread()
                 stopping = None
                 async for line in answer.aiter_lines():
                     stopping = stopping or asyncio.create_task(server.stop())

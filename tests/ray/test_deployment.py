@@ -18,6 +18,7 @@ import httpx2
 import pytest
 import ray
 
+from loramux.deploy.prewarm import own_adapters
 from loramux.deploy.ray_server import DeployFailed, DeploymentState, ModelServer, connect
 from loramux.specs import (
     FleetConfig,
@@ -315,15 +316,21 @@ def test_replicas_come_with_the_load_and_go_without_it(
         scene.update(fleet=replace(scene.spec.fleet, scaling=scaling))
         scene.wait_until(is_whole(1))
     assert pids(scene.state) < kept
+    remaining = scene.state.engines[0]["actor_pid"]
     # Each open stream is half a unit of load.
     traffic = scene.traffic()
     with traffic.flowing(8), timed("8 clients: two replicas after"):
         scene.wait_until(is_whole(2))
-        newest = {one["url"]: one["prewarmed"] for one in scene.state.engines}
         time.sleep(1)
     assert not traffic.faults, traffic.faults[:5]
     assert set(traffic.outcomes) == {"complete"}
-    assert any(newest.values()), newest
+    # Before it took requests, the new one had loaded what the hash makes its own.
+    (old,) = (one for one in scene.state.engines if one["actor_pid"] == remaining)
+    (new,) = (one for one in scene.state.engines if one["actor_pid"] != remaining)
+    listed = httpx2.get(f"{old['url']}/v1/adapters").json()["data"]
+    adapters = [(one["id"], one["cid"]) for one in listed]
+    own = own_adapters(adapters, own=new["url"], members=[old["url"]])
+    assert sorted(new["prewarmed"]) == sorted(own)
     with timed("idle again: one replica after"):
         scene.wait_until(is_whole(1))
     assert tokens_of(ask(scene.server.url, "a1")) == scene.expected[scene.model]["a1"]
