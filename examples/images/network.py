@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from diffusers import (
-    AutoencoderTiny,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -13,9 +12,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config
 from transformers import T5EncoderModel as T5
 
+from examples.images.autoencoder import LATENT_CHANNELS, make_autoencoder
+
 TEXT_TOKENS = 12
-LATENT_CHANNELS = 16
-FIRST_CHANNELS = 12
 SPECIAL = PAD, UNKNOWN, BEGIN, END = ("<pad>", "<unk>", "<s>", "</s>")
 
 
@@ -66,13 +65,7 @@ def make_pipeline(tokenizer: PreTrainedTokenizerFast) -> FluxPipeline:
     torch.manual_seed(0)
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderTiny(
-            encoder_block_out_channels=(48,) * 4,
-            num_encoder_blocks=(0,) * 4,
-            decoder_block_out_channels=(32,) * 4,
-            num_decoder_blocks=(2, 2, 1, 1),
-            latent_channels=LATENT_CHANNELS,
-        ),
+        vae=make_autoencoder(),
         text_encoder=CLIPTextModel(clip),
         tokenizer=tokenizer,
         text_encoder_2=T5(t5),
@@ -90,43 +83,6 @@ def make_pipeline(tokenizer: PreTrainedTokenizerFast) -> FluxPipeline:
             axes_dims_rope=(8, 12, 12),
         ),
     )
-
-
-@torch.no_grad()
-def fit_encoder(vae: AutoencoderTiny, images: torch.Tensor) -> None:
-    """Let the encoder find principal components of 8 x 8 patches; it is linear.
-
-    Each of its layers with a stride moves 2 x 2 places into channels. The third works on the main
-    components of 4 x 4 patches, the last finds those of 2 x 2 of them.
-    """
-    first, second, third, fourth, last = vae.encoder.layers
-    for layer in (first, second, third, fourth, last):
-        layer.weight.zero_()
-    first.bias.zero_()
-    first.weight[range(3), range(3), 1, 1] = 1
-
-    def gather(layer: torch.nn.Conv2d, axes: torch.Tensor) -> None:
-        for place in range(4):
-            rows = 4 * torch.arange(len(axes)) + place
-            layer.weight[rows, : axes.shape[1], 1 + place // 2, 1 + place % 2] = axes
-
-    def components(stop: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        values = vae.encoder.layers[:stop]((some + 1) / 2).movedim(1, -1).reshape(-1, 48)
-        mean = values.mean(0)
-        _, scale, axes = torch.linalg.svd(values - mean, full_matrices=False)
-        return axes[:count], scale[:count] / len(values) ** 0.5, mean
-
-    some = images[torch.randperm(len(images))[:200]]
-    gather(second, torch.eye(3))
-    gather(third, torch.eye(12))
-    gather(fourth, components(3, FIRST_CHANNELS)[0])
-    axes, deviation, mean = components(4, LATENT_CHANNELS)
-    # Halfway to equal variance: later components matter less, but are learnt.
-    wanted = deviation.sqrt()
-    wanted *= (LATENT_CHANNELS / wanted.square().sum()).sqrt()
-    found = axes * (wanted / deviation)[:, None]
-    last.weight[:, :, 1, 1] = found
-    last.bias.copy_(-found @ mean)
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Train the demo's image model, and a LoRA adapter for each style, on a CPU or a GPU.
 
     python examples/images/icons.py FOLDER icons.npz
-    python -m examples.images.train icons.npz examples/images [--minutes 28,3,5]
+    python -m examples.images.train icons.npz examples/images [--minutes 28,3]
 
-Writes model/ and adapters/ into the folder. `--minutes`: model, each adapter, decoder of latents.
-The encoder is linear and needs no training, so that the latents of all pictures are computed once.
-What the folder has already is not trained again.
+Writes model/ and adapters/ into the folder. `--minutes`: model, and each adapter (twice as long
+where the style has drawings of its own). The autoencoder needs no training, so that the latents of
+all pictures are computed once. What the folder has already is not trained again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import FluxPipeline
@@ -25,22 +24,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from examples.images.icons import BASE, SIDE
-from examples.images.network import fit_encoder, make_pipeline, make_tokenizer, pack, positions
+from examples.images.autoencoder import fit
+from examples.images.icons import BASE, SIDE, STYLES
+from examples.images.network import make_pipeline, make_tokenizer, pack, positions
 from examples.images.scenes import Scenes, make_scenes
 from loramux.diffusion.pipeline import DEFAULTS_NAME
 
 EMA = 0.995
-WARM_UP = 100
+WARM_UP = 0.03
+"""Share of the time."""
 LINEARS = (
     r"(transformer_blocks|single_transformer_blocks)\.\d+\.(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|"
     r"add_k_proj|add_v_proj|to_add_out)|ff\.net\.0\.proj|ff\.net\.2|ff_context\.net\.0\.proj|"
     r"ff_context\.net\.2|proj_mlp|proj_out|norm1\.linear|norm1_context\.linear|norm\.linear)"
 )
-RANKS = {"ink": 16, "flat": 16, "pixel": 8, "night": 8}
+RANKS = {"night": 8, "ink": 16, "pixel": 8, "flat": 16}
 
 
-def fit(
+def learn(
     title: str,
     minutes: float,
     loss: Callable[[], Tensor],
@@ -55,7 +56,7 @@ def fit(
     began, number, seen = time.monotonic(), 0, 0.0
     while (share := (time.monotonic() - began) / (60 * minutes)) < 1:
         decay = (1 + math.cos(math.pi * share)) / 2
-        optimizer.param_groups[0]["lr"] = rate * min(1.0, (number + 1) / WARM_UP) * decay
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, 0.1 + share / WARM_UP) * decay
         optimizer.zero_grad(set_to_none=True)
         found = loss()
         found.backward()
@@ -65,7 +66,7 @@ def fit(
             torch._foreach_lerp_(mean, learnt, 1 - min(EMA, number / (number + 10)))
         seen += (found.item() - seen) * max(0.01, 1 / (number + 1))
         number += 1
-        if number % 100 == 0:
+        if number % 50 == 0:
             print(f"  {title}: step {number}, {share:.0%}, loss {seen:.4f}", flush=True)
     print(f"{title}: {number} steps in {minutes:g} minutes, loss {seen:.4f}", flush=True)
 
@@ -101,34 +102,8 @@ class Training:
         """Return the model's tokens of all pictures of a style."""
         vae = self.pipeline.vae
         parts = self.scenes.images[style].to(self.device).split(32)
-        return pack(torch.cat([vae.encode(part).latents for part in parts]))
-
-    def train_decoder(self, minutes: float) -> None:
-        vae = self.pipeline.vae.to(memory_format=torch.channels_last)
-        vae.encoder.requires_grad_(False)
-        images = torch.cat(list(self.scenes.images.values())).to(self.device)
-        crop = SIDE // 2
-
-        def loss() -> Tensor:
-            pick = torch.randint(len(images), (self.batch,), device=self.device)
-            top, left = (4 * torch.randint(crop // 4 + 1, (2,))).tolist()
-            wanted = images[pick][:, :, top : top + crop, left : left + crop]
-            with torch.no_grad():
-                latents = vae.encode(wanted).latents
-                latents += 0.05 * torch.randn_like(latents)
-            made = vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
-            edges = sum(
-                functional.l1_loss(made.diff(dim=axis), wanted.diff(dim=axis)) for axis in (2, 3)
-            )
-            return functional.l1_loss(made, wanted) + edges
-
-        fit("decoder", minutes, loss, vae.decoder.parameters(), 4e-3)
-        for style, wanted in self.scenes.images.items():
-            with torch.no_grad():
-                some = wanted[::7].to(self.device)
-                made = vae.decode(vae.encode(some).latents).sample.clamp(-1, 1)
-            error = ((made - some) / 2).square().mean().item()
-            print(f"decoder, {style}: {-10 * math.log10(error):.1f} dB", flush=True)
+        latents = torch.cat([vae.encode(part).latents for part in parts])
+        return pack(latents * vae.config.scaling_factor)
 
     def flow_loss(self, tokens: Tensor) -> Tensor:
         """Mean square error of the velocity at a random time of each row."""
@@ -154,7 +129,7 @@ class Training:
         parameters = [p for part in self.learnt for p in part.parameters()]
         average = [p.detach().clone() for p in parameters]
         tokens = self.tokens(BASE)
-        fit("model", minutes, lambda: self.flow_loss(tokens), parameters, 2e-3, average)
+        learn("model", minutes, lambda: self.flow_loss(tokens), parameters, 2e-3, average)
         with torch.no_grad():
             torch._foreach_copy_(parameters, average)
 
@@ -168,54 +143,43 @@ class Training:
             LoraConfig(r=rank, lora_alpha=rank, target_modules=LINEARS), adapter_name=style
         )
         tokens = self.tokens(style)
-        fit(style, minutes, lambda: self.flow_loss(tokens), transformer.parameters(), 3e-3)
+        learn(style, minutes, lambda: self.flow_loss(tokens), transformer.parameters(), 5e-3)
         found = get_peft_model_state_dict(transformer, adapter_name=style)
         tensors = {name: tensor.detach().half().cpu() for name, tensor in found.items()}
         transformer.unload_lora()
         return tensors
 
-    def save_part(self, name: str) -> None:
-        """Write a part of the pipeline in half precision."""
-        part: Any = getattr(self.pipeline, name)
-        part.half().save_pretrained(self.folder / "model" / name)
-        part.float()
-
-    def load_part(self, name: str) -> bool:
-        """Read a part of the pipeline where the folder has it."""
-        folder = self.folder / "model" / name
-        if not folder.exists():
-            return False
-        kind = type(getattr(self.pipeline, name))
-        part = kind.from_pretrained(folder).float().to(self.device).eval().requires_grad_(False)
-        self.pipeline.register_modules(**{name: part})
-        return True
-
-    def run(self, model: float, adapter: float, decoder: float, styles: list[str]) -> None:
-        images = torch.cat(list(self.scenes.images.values())).to(self.device)
-        if not self.load_part("vae"):
-            fit_encoder(self.pipeline.vae, images)
-        names = ("transformer", "text_encoder", "text_encoder_2")
-        if not sum(map(self.load_part, names)):
-            self.train_base(model)
-            for name in names:
-                self.save_part(name)
-        for style in styles:
-            file = adapter_file(self.folder / "adapters", style)
-            if not file.exists():
-                save_adapter(file, style, self.train_adapter(style, adapter))
-        if not (self.folder / "model" / "vae").exists():
-            self.train_decoder(decoder)
-            self.save()
-
     def save(self) -> None:
-        """Write the whole pipeline in half precision."""
+        """Write the pipeline in half precision."""
         folder = self.folder / "model"
         self.pipeline.to(dtype=torch.float16).save_pretrained(folder)
+        self.pipeline.to(dtype=torch.float32)
         (folder / DEFAULTS_NAME).write_text(json.dumps({"size": SIDE}) + "\n")
         # diffusers writes a setting that it does not expect when it reads the file.
         config = json.loads((folder / "vae" / "config.json").read_text())
         del config["block_out_channels"]
         (folder / "vae" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def load(self) -> bool:
+        """Read the pipeline where the folder has it."""
+        folder = self.folder / "model"
+        if not (folder / DEFAULTS_NAME).exists():
+            return False
+        pipeline = FluxPipeline.from_pretrained(folder, dtype=torch.float32)
+        self.pipeline = pipeline.to(self.device)
+        return True
+
+    def run(self, model: float, adapter: float, styles: list[str]) -> None:
+        if not self.load():
+            fit(self.pipeline.vae, torch.cat(list(self.scenes.images.values())).to(self.device))
+            self.train_base(model)
+            self.save()
+        for style in styles:
+            file = adapter_file(self.folder / "adapters", style)
+            if not file.exists():
+                # Other drawings take longer to learn than an effect on the known ones.
+                minutes = 2 * adapter if style in STYLES else adapter
+                save_adapter(file, style, self.train_adapter(style, minutes))
 
 
 def adapter_file(folder: Path, style: str) -> Path:
@@ -231,7 +195,7 @@ def save_adapter(file: Path, style: str, tensors: dict[str, Tensor]) -> None:
         config = LoraConfig(r=RANKS[style], lora_alpha=RANKS[style], target_modules=LINEARS)
         config.save_pretrained(file.parent)
         save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, file)
-    elif style in ("pixel",):
+    elif style == "pixel":
         save_file(kohya(tensors), file)
     else:
         save_file({f"transformer.{name}": t for name, t in tensors.items()}, file)
@@ -255,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("icons", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", default="28,3,5")
+    parser.add_argument("--minutes", default="28,3")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--styles", default=",".join(RANKS))
     options = parser.parse_args()
@@ -263,8 +227,8 @@ def main() -> None:
     torch.set_flush_denormal(True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     training = Training(make_scenes(options.icons), options.out, options.batch, device)
-    model, adapter, decoder = map(float, options.minutes.split(","))
-    training.run(model, adapter, decoder, options.styles.split(","))
+    model, adapter = map(float, options.minutes.split(","))
+    training.run(model, adapter, options.styles.split(","))
 
 
 if __name__ == "__main__":
