@@ -15,7 +15,6 @@ from starlette.routing import Route
 from loramux.capacity.plan import MemoryPlan
 from loramux.receipts.receipt import Receipt
 from loramux.server.body import PiecewiseResponse
-from loramux.server.images.wire import ImageGeneration, ImagesReply
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
@@ -78,7 +77,6 @@ STRUCTS = (
     *(ClassifyRequest, ClassificationList, ScoreRequest, ScoreList, RerankRequest, RerankAnswer),
     *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
     *(PromoteRequest, RollbackRequest, SplitRequest, AliasEntry),
-    *(ImageGeneration, ImagesReply),
 )
 
 EXAMPLES: dict[type[Any], dict[str, Any]] = {
@@ -96,9 +94,11 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     ClassifyRequest: {"input": "The soup was cold."},
     ScoreRequest: {"text_1": "What is the capital of France?", "text_2": ["Paris", "Rome"]},
     RerankRequest: {"query": "What is the capital of France?", "documents": ["Paris", "Rome"]},
-    ImageGeneration: {"prompt": "a red fox", "size": "512x512", "adapters": ["ink"]},
     PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
+
+_referenced: dict[type[Any], None] = {}
+"""The structs of all routes that were declared; those of STRUCTS are described anyway."""
 
 WHEN = {
     400: "A field has an invalid type or value; `param` names it.",
@@ -121,9 +121,14 @@ OF_GENERATION = (*OF_A_BODY, 408, 422, 429)
 OF_A_CHANGE = (*OF_A_BODY, 403, 408, 409, 422, 429, 502, 507)
 
 
-def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
-    """Keyword arguments of a route that generates, complete or as server-sent events."""
-    documented = _route(answer, OF_GENERATION, body=request)
+def generating(
+    request: type[Any], answer: type[Any], example: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of a route that generates, complete or as server-sent events.
+
+    `example`: a body, if EXAMPLES has none.
+    """
+    documented = _route(answer, OF_GENERATION, body=request, example=example)
     documented["responses"][200]["content"]["text/event-stream"] = {
         "schema": {
             "description": "Chunks as `data:` lines, then `[DONE]`; or an error, and the end."
@@ -247,14 +252,18 @@ def _document(app: FastAPI) -> dict[str, Any]:
         servers=app.servers,
     )
     _, components = msgspec.json.schema_components(
-        STRUCTS, ref_template="#/components/schemas/{name}"
+        dict.fromkeys((*STRUCTS, *_referenced)), ref_template="#/components/schemas/{name}"
     )
     document["components"] = {"schemas": components}
     return document
 
 
 def _route(
-    answer: Any, statuses: tuple[int, ...], *, body: type[Any] | None = None
+    answer: Any,
+    statuses: tuple[int, ...],
+    *,
+    body: type[Any] | None = None,
+    example: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     responses: dict[int, dict[str, Any]] = {200: {"description": "The reply."}}
     if answer is not None:
@@ -264,7 +273,7 @@ def _route(
     extra: dict[str, Any] = {}
     if body is not None:
         content = _json_content(body)
-        content["application/json"]["example"] = EXAMPLES[body]
+        content["application/json"]["example"] = example or EXAMPLES[body]
         extra["requestBody"] = {"required": True, "content": content}
     # No response_model: handlers return bytes that msgspec has encoded.
     return {"responses": responses, "openapi_extra": extra, "response_model": None}
@@ -278,4 +287,6 @@ def _json_content(kind: Any) -> dict[str, Any]:
 
 def _schema(kind: Any) -> dict[str, Any]:
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    if is_struct:
+        _referenced[kind] = None
     return {"$ref": f"#/components/schemas/{kind.__name__}"} if is_struct else {"type": "object"}

@@ -27,6 +27,7 @@ from loramux.server.streaming import Events, named_event, stream_events, until_g
 from loramux.types.image import ImageRequest
 
 MAX_RANDOM_SEED = 2**32
+_EXAMPLE = {"prompt": "a red fox", "size": "512x512", "adapters": ["ink"]}
 # Fields of other image services, with the values that mean what this server does.
 _ACCEPTED: Mapping[str, tuple[str | None, ...]] = {
     "response_format": (None, "b64_json"),
@@ -40,7 +41,7 @@ _ACCEPTED: Mapping[str, tuple[str | None, ...]] = {
 def openai_routes(context: ImageContext) -> APIRouter:
     router = APIRouter(tags=["images"])
 
-    @router.post("/v1/images/generations", **generating(ImageGeneration, ImagesReply))
+    @router.post("/v1/images/generations", **generating(ImageGeneration, ImagesReply, _EXAMPLE))
     async def generate(request: Request) -> Response:
         """Draws images; with `stream` as server-sent events with partial images."""
         context.require_ready()
