@@ -38,7 +38,7 @@ from loramux.store.manifest import folder_manifest
 from loramux.types.modality import Modality
 
 if TYPE_CHECKING:
-    from loramux.store.library import Pushed
+    from loramux.store.library import AdapterLibrary, Pushed
 
 MaxSizeFlag = Annotated[str, typer.Option(metavar="SIZE", help="Refuse larger adapters.")]
 FetchTimeoutFlag = Annotated[
@@ -196,7 +196,6 @@ def push(  # noqa: PLR0913  (one for each flag)
     loramux push hf:alice/refund-flagger alice/refund-flagger --remote-store s3://adapters/prod
     """
     with reporting_errors():
-        # Checked before anything is copied or a model is read.
         parse_push_reference(reference)
         if alias is not None:
             check_alias(alias)
@@ -227,9 +226,13 @@ def push(  # noqa: PLR0913  (one for each flag)
             )
         show_pushed(pushed, Console())
         if alias is not None:
-            name = f"{pushed.tenant}/{pushed.name}"
-            state = library.registry.promote(name, pushed.version, alias=alias)
-            show_alias(name, state, Console())
+            promote_pushed(library, pushed, alias)
+
+
+def promote_pushed(library: AdapterLibrary, pushed: Pushed, alias: str) -> None:
+    name = f"{pushed.tenant}/{pushed.name}"
+    state = library.registry.promote(name, pushed.version, alias=alias)
+    show_alias(name, state, Console())
 
 
 def parse_kind(kind: str | None) -> Modality | None:

@@ -87,9 +87,9 @@ class HostMetrics:
         """Traffic of the tenants whose callers see nothing else."""
         self.total = Traffic()
         self.newest_first_token = NewestSamples()
-        """Of an image: the time to its first step."""
+        """Seconds to the first token; to the first step of an image."""
         self.newest_inter_token = NewestSamples()
-        """Of an image: the time of a step."""
+        """Seconds between two deltas; of a step of an image."""
         self.answer_tokens = USUAL_ANSWER_TOKENS
         """Smoothed length of an answer; of an image: its steps."""
         if beside is None:

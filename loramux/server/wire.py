@@ -335,7 +335,7 @@ class ModelEntry(Struct, kw_only=True):
     cid: str | UnsetType = UNSET
     rank: int | UnsetType = UNSET
     weight: float | UnsetType = UNSET
-    """Of an image adapter: its weight in requests that name none."""
+    """The weight of an image adapter in requests that name none."""
     is_default: bool | UnsetType = UNSET
     """Whether requests for images that name no adapter use it."""
     trigger_words: list[str] | UnsetType = UNSET

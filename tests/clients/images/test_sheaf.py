@@ -52,7 +52,7 @@ def used(metadata: dict[str, Any]) -> list[tuple[str, float]]:
     return [(one["name"], one["weight"]) for one in metadata["serving"]["adapters"]]
 
 
-@shows("adapters")
+@shows("images", "adapters")
 def test_the_sync_client_predicts_with_each_selection(server: Live) -> None:
     with SheafClient(base_url=server.url, timeout=120) as client:
         assert client.health("flux") and client.ready("flux")
@@ -77,7 +77,7 @@ def test_the_sync_client_predicts_with_each_selection(server: Live) -> None:
         assert len(pictures) == 4
 
 
-@shows("stream", "adapters")
+@shows("images", "stream", "adapters")
 def test_the_async_client_predicts_and_streams(server: Live) -> None:
     async def work() -> tuple[Any, list[dict[str, Any]]]:
         async with AsyncSheafClient(base_url=server.url, timeout=120) as client:
