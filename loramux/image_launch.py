@@ -9,7 +9,8 @@ from typing import cast
 
 from loramux.config.images import parse_image_lora
 from loramux.config.serve import ServeConfig
-from loramux.diffusion.async_engine import AsyncImageEngine, ImageEngineOptions
+from loramux.diffusion.async_engine import AsyncImageEngine
+from loramux.diffusion.options import ImageEngineOptions
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageAdapterCard, ImageBackend
@@ -36,8 +37,7 @@ async def running_images(
     progress: OnProgress,
 ) -> AsyncIterator[ImageModel]:
     """The image model of the settings with its adapters; raises LoramuxError."""
-    progress("Loading the image model", 0.0)
-    engine = AsyncImageEngine(engine_options(config))
+    engine = AsyncImageEngine(engine_options(config), on_progress=progress)
     await engine.start()
     try:
         names = await name_adapters(config, engine, registry, sources, progress)

@@ -30,8 +30,6 @@ from loramux.config.paths import (
 from loramux.config.serve import ServeConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.chat import read_chat_template
-from loramux.engine.process import OnProgress
-from loramux.engine.spawn import SpawnedWorker
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.log_lines import use_one_line_records
 from loramux.models.default_model import cache_folder, default_model_path
@@ -67,6 +65,8 @@ from loramux.sources.download import Progress
 from loramux.sources.kept import KeptAdapters
 from loramux.sources.parse import is_remote
 from loramux.types.adapter import AdapterCard, InspectedCard
+from loramux.worker.process import OnProgress
+from loramux.worker.spawn import SpawnedWorker
 
 API_KEY_VARIABLES = ("LORAMUX_API_KEY", "VLLM_API_KEY")
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"

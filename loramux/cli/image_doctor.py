@@ -11,22 +11,34 @@ import typer
 from rich.console import Console
 
 from loramux.cli.console import say, size_text, working
-from loramux.errors import LoramuxError, Refusal, UnsupportedModel
+from loramux.compose import LibraryOptions, open_library
+from loramux.config.paths import find_data_paths
+from loramux.errors import (
+    AdapterNotFound,
+    InvalidRequest,
+    LoramuxError,
+    Refusal,
+    UnsupportedModel,
+)
 
 if TYPE_CHECKING:
     from loramux.diffusion.lora_files.reader import AdapterReport
 
 
 def examine_image_adapter(path: Path, model: Path, *, probe: bool, as_json: bool) -> NoReturn:
-    """Print the verdict, and exit with status 0 only if the adapter can be served."""
+    """Print the verdict, and exit with status 0 only if the adapter can be served.
+
+    `path` may be a name of the registry.
+    """
     # Imported here: torch and diffusers take seconds, and `--help` needs neither.
     from loramux.diffusion.image_pipeline import ImagePipeline
 
     try:
+        place = path if path.exists() else _registered(path)
         with working("Loading the image model"):
             pipeline = ImagePipeline(model)
         with working("Reading the adapter"):
-            report = pipeline.add_adapter("adapter", path)
+            report = pipeline.add_adapter("adapter", place)
         effects: list[float] = []
         if probe:
             with working("Running the base model with and without the adapter"):
@@ -42,6 +54,18 @@ def examine_image_adapter(path: Path, model: Path, *, probe: bool, as_json: bool
             say(console, f"{label:<11}", text, style="bold")
         say(console, "OK: ", "this adapter can be served.", style="bold green")
     raise typer.Exit(0)
+
+
+def _registered(name: Path) -> Path:
+    """The folder of an adapter of the registry; a path that is no name of it is returned."""
+    places = find_data_paths()
+    if not Path(places.registry).exists() and "://" not in str(places.registry):
+        return name
+    with open_library(places, LibraryOptions()) as library:
+        try:
+            return library.open(str(name))[1]
+        except (AdapterNotFound, InvalidRequest):
+            return name
 
 
 def _show_refusal(path: Path, model: Path, error: Exception, *, as_json: bool) -> NoReturn:

@@ -353,7 +353,7 @@ def import_launch(config: ServeConfig) -> Launch:
         from loramux import launch
 
         return launch.serve
-    from loramux.engine.spawn import spawn_worker
+    from loramux.worker.spawn import spawn_worker
 
     worker = spawn_worker()
     try:

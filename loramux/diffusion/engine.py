@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,21 +15,30 @@ import torch
 from torch import Tensor, nn
 
 from loramux.diffusion.adapter import ImageAdapter
+from loramux.diffusion.catalog import ReadAdapter
 from loramux.diffusion.events import ImageEvent, ImageFacts
 from loramux.diffusion.families.base import Family, Row, Text
 from loramux.diffusion.families.find import family_of
 from loramux.diffusion.forwards import ForwardCounts
 from loramux.diffusion.job import Job, JobState
+from loramux.diffusion.leases import AdapterLeases
+from loramux.diffusion.lora_files.names import PipelineNames
+from loramux.diffusion.memory import InlineExecutor, MemoryOptions, build_memory
 from loramux.diffusion.planner import PlanLimits, Planner
 from loramux.diffusion.prompts import PromptCache, PromptKey
 from loramux.diffusion.rows import RowLora
 from loramux.diffusion.samplers import SamplerFactory
-from loramux.errors import AdapterNotFound, InvalidRequest, LoramuxError
+from loramux.errors import AdapterNotFound, DoesNotFit, InvalidRequest, LoramuxError
+from loramux.image_backend import ImageAdapterCard
+from loramux.memory.tiers import AdapterState
 from loramux.types.image import ImageRequest
 from loramux.types.request import BASE_SELECTION, Selection
 
 PROMPT_CACHE_BYTES = 256 * 2**20
+# Limits of what one step does beside the forward, so that other images wait for one step at most.
 _MAX_DECODED = 4
+_MAX_BEGUN = 2
+_LOAD_WAIT_S = 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -39,20 +50,34 @@ class ImageEngine:
         pipe: Any,
         limits: PlanLimits | None = None,
         *,
+        memory: MemoryOptions | None = None,
+        loads: Executor | None = None,
         prompt_cache_bytes: int = PROMPT_CACHE_BYTES,
     ) -> None:
+        """`loads` runs the loads of adapters; None: steps wait for them."""
         self.family: Family = family_of(pipe)
         self.samplers = SamplerFactory(pipe.scheduler)
         self.prompts = PromptCache(prompt_cache_bytes)
-        self._adapters: dict[str, ImageAdapter] = {}
         nets = {name: getattr(pipe, name, None) for name in self.components}
         self._lora = {name: RowLora(net) for name, net in nets.items() if net is not None}
+        self.memory = build_memory(
+            memory or MemoryOptions(),
+            PipelineNames(pipe, self.family.denoiser, self.family.text_encoders),
+            self._lora,
+            dtype=self.family.dtype,
+            device=self.family.device,
+            loads=loads or InlineExecutor(),
+        )
+        self._leases = AdapterLeases(self.memory)
         self._planner = Planner(limits or PlanLimits())
         self._jobs: dict[str, Job] = {}
         self._facts: dict[str, ImageFacts] = {}
         self._removed: set[str] = set()
+        # Images after their last step, in the order in which they are decoded.
+        self._undecoded: list[Job] = []
         self.num_forwards = 0
         self.forwards = ForwardCounts()
+        self.num_pauses = 0
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -64,8 +89,9 @@ class ImageEngine:
         return self.family.net
 
     @property
-    def adapters(self) -> Mapping[str, ImageAdapter]:
-        return self._adapters
+    def adapters(self) -> Mapping[str, ImageAdapterCard]:
+        """The registered adapters by CID, wherever their weights are."""
+        return {card.cid: card for card in self.memory.catalog.known()}
 
     @property
     def num_paused(self) -> int:
@@ -74,42 +100,58 @@ class ImageEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._jobs)
+        return bool(self._jobs) or self.memory.residency.is_loading
 
     def state_of(self, request_id: str) -> JobState:
         return self._jobs[request_id].state
 
-    def add_adapter(self, adapter: ImageAdapter) -> None:
-        self._removed.discard(adapter.cid)
-        if adapter.cid in self._adapters:
-            return
-        for component, modules in adapter.components.items():
-            self._lora[component].add(adapter.cid, modules)
-        self._adapters[adapter.cid] = adapter
+    def add_adapter(self, adapter: ImageAdapter) -> ImageAdapterCard:
+        """Registers an adapter that has no file."""
+        found = self.memory.catalog.give(adapter)
+        self.admit(found)
+        return found.card
+
+    def register_adapter(self, place: Path) -> ImageAdapterCard:
+        """Reads, checks and registers a file or folder; raises AdapterRefused or DoesNotFit."""
+        found = self.memory.catalog.identify(place)
+        self.admit(found)
+        return found.card
+
+    def admit(self, found: ReadAdapter) -> None:
+        """Registers an adapter that was read; its weights come to the device with an image."""
+        self._removed.discard(found.card.cid)
+        self.memory.admit(found)
+
+    def adopt(self, card: ImageAdapterCard) -> None:
+        """Registers an adapter by its card alone; a load checks its file."""
+        self._removed.discard(card.cid)
+        self.memory.catalog.adopt(card)
 
     def remove_adapter(self, cid: str) -> None:
         """Refuses new requests with the adapter, and frees it once no image uses it."""
-        if cid not in self._adapters:
-            raise AdapterNotFound(f"No adapter {cid} is registered.")
+        self.memory.catalog.get(cid)
         self._removed.add(cid)
         self._free_removed()
 
     def add(self, request: ImageRequest) -> None:
-        """Queues a request; raises InvalidRequest or AdapterNotFound."""
-        if request.request_id in self._jobs:
-            raise LoramuxError(f"Request id {request.request_id!r} is in use.")
+        """Queues a request; raises InvalidRequest, AdapterNotFound or DoesNotFit."""
+        request_id, family = request.request_id, self.family
+        if request_id in self._jobs:
+            raise LoramuxError(f"Request id {request_id!r} is in use.")
         for cid in request.cids:
-            if cid not in self._adapters or cid in self._removed:
+            if cid in self._removed or cid not in self.memory.catalog:
                 raise AdapterNotFound(f"No adapter {cid} is registered.")
         if len(set(request.cids)) < len(request.cids):
             raise InvalidRequest("An adapter is named twice.", param="adapters")
         self.samplers.check(request.sampler)
-        self.family.check(request)
-        job = self._jobs[request.request_id] = Job(request)
-        self._facts[request.request_id] = ImageFacts(arrived_s=time.monotonic())
-        family = self.family
+        family.check(request)
+        facts = ImageFacts(arrived_s=time.monotonic(), queue_depth=len(self._jobs))
+        tier = self._leases.arrive(request)
+        facts.tier_found = None if tier is None else str(tier)
+        self._jobs[request_id] = Job(request)
+        self._facts[request_id] = facts
         tokens = family.num_tokens(request) * (2 if family.is_guided(request) else 1)
-        self._planner.add(job.request, family.batch_key(request), tokens)
+        self._planner.add(request, family.batch_key(request), tokens)
 
     def abort(self, request_id: str) -> None:
         """Ends an image before the next step, if it has not ended already."""
@@ -119,18 +161,57 @@ class ImageEngine:
 
     @torch.no_grad()
     def step(self) -> list[ImageEvent]:
-        """Runs one forward for the images that the planner chooses, and decodes finished ones."""
-        if not self._jobs:
-            return []
+        """Runs one forward for the images that the planner chooses, and decodes a finished group.
+
+        Without an image that can run, it waits a moment for a load.
+        """
+        self.memory.move_adapters()
+        self._free_removed()
         events: list[ImageEvent] = []
-        jobs = [self._jobs[request_id] for request_id in self._planner.next_images()]
+        for request_id, error in self._leases.failures():
+            self._fail(self._jobs[request_id], error, events)
+        jobs = [self._jobs[request_id] for request_id in self._planner.next_images(self._may_run())]
+        for job in jobs:
+            self._leases.begin(job.request.request_id)
         jobs = list(self._begun(jobs, events))
         if jobs:
+            began = time.monotonic()
             self._run(jobs, events)
-        finished = [job for job in jobs if job.is_finished and job.state is JobState.DENOISING]
-        for group in self._decoding_groups(finished):
-            self._decode(group, events)
+            self.memory.tier.costs.record_step(time.monotonic() - began, 0)
+        for job in jobs:
+            if job.is_finished and job.state is JobState.DENOISING:
+                self._leave_planner(job)
+                job.move(JobState.DECODING)
+                self._undecoded.append(job)
+        if self._undecoded:
+            self._decode(self._next_undecoded(), events)
+        elif not jobs and self.memory.residency.is_loading:
+            self.memory.residency.poll(timeout_s=_LOAD_WAIT_S)
         return events
+
+    def _may_run(self) -> Callable[[str], bool]:
+        """Returns what tells of each image, in the fair order, whether it takes part in the step.
+
+        Where others have begun, few images begin in one step: their prompts are encoded in it.
+        """
+        has_adapters = self._leases.admission()
+        is_busy = any(job.sampling is not None for job in self._jobs.values())
+        num_begun = 0
+
+        def may_run(request_id: str) -> bool:
+            nonlocal num_begun
+            job = self._jobs[request_id]
+            if job.sampling is not None:
+                return True
+            can_begin = has_adapters(request_id)
+            lacks = not can_begin and self._leases.lacks_adapters(request_id)
+            job.move(JobState.LOADING if lacks else JobState.QUEUED)
+            if not can_begin or (is_busy and num_begun >= _MAX_BEGUN):
+                return False
+            num_begun += 1
+            return True
+
+        return may_run
 
     @torch.no_grad()
     def effects(self, request: ImageRequest) -> list[float]:
@@ -139,6 +220,15 @@ class ImageEngine:
         The predictions are those along the base's own steps; 0.1 is a change by a tenth of their
         norm.
         """
+        residency = self.memory.residency
+        if not residency.load_now(request.cids):
+            raise DoesNotFit("The memory for adapters has no room for these at once.")
+        try:
+            return self._effects(request)
+        finally:
+            residency.release(request.cids)
+
+    def _effects(self, request: ImageRequest) -> list[float]:
         family = self.family
         plain = Job(msgspec.structs.replace(request, selection=BASE_SELECTION))
         changed = Job(request)
@@ -156,15 +246,41 @@ class ImageEngine:
             sampling.advance(base)
         return found
 
+    def running_adapters(self) -> Mapping[str, int]:
+        """Returns the number of images that have begun with each adapter."""
+        return self._leases.running_counts()
+
+    def waiting_adapters(self) -> Mapping[str, int]:
+        """Returns the number of images that wait for each adapter."""
+        return self._leases.waiting_counts()
+
+    @property
+    def num_running(self) -> int:
+        """Returns the number of images that have begun."""
+        return sum(job.sampling is not None for job in self._jobs.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._jobs) - self.num_running
+
+    def waiting_tenants(self) -> Mapping[str, int]:
+        """Returns the number of waiting images of each tenant."""
+        return Counter(job.request.tenant for job in self._jobs.values() if job.sampling is None)
+
+    def close(self) -> None:
+        self.memory.close()
+
     def check_integrity(self) -> None:
         self._planner.check_integrity()
-        assert len(self._planner) == len(self._jobs) == len(self._facts)
-        for job in self._jobs.values():
+        self._leases.check_integrity()
+        assert len(self._jobs) == len(self._facts)
+        assert len(self._planner) + len(self._undecoded) == len(self._jobs)
+        for request_id, job in self._jobs.items():
             job.check_integrity()
-            assert set(job.request.cids) <= self._adapters.keys(), "an adapter in use was freed"
-        for cid, adapter in self._adapters.items():
-            for component in adapter.components:
-                assert cid in self._lora[component]
+            known = self.memory.catalog
+            assert all(cid in known for cid in job.request.cids), "an adapter in use was freed"
+            assert (job in self._undecoded) == (job.state is JobState.DECODING)
+            assert self._leases.is_waiting(request_id) <= (job.sampling is None)
 
     def _begun(self, jobs: Sequence[Job], events: list[ImageEvent]) -> Iterator[Job]:
         """Encodes the prompts of new jobs; yields the jobs that can take a step."""
@@ -177,6 +293,8 @@ class ImageEngine:
                     self._fail(job, error, events)
                     continue
                 facts.queue_s = time.monotonic() - facts.arrived_s
+                if facts.tier_found not in (None, AdapterState.DEVICE):
+                    facts.load_s = self.memory.residency.load_s(job.request.cids)
                 self._count_tokens(job, facts)
             yield job
 
@@ -213,7 +331,7 @@ class ImageEngine:
         return tuple(
             (cid, weight)
             for cid, weight in selection
-            if not encoders.isdisjoint(self._adapters[cid].components)
+            if not encoders.isdisjoint(self.memory.catalog.get(cid).num_modules)
         )
 
     def _run(self, jobs: Sequence[Job], events: list[ImageEvent]) -> None:
@@ -287,18 +405,17 @@ class ImageEngine:
             if job.state is JobState.DENOISING and job not in chosen:
                 job.move(JobState.PAUSED)
                 self._facts[job.request.request_id].num_pauses += 1
+                self.num_pauses += 1
 
-    def _decoding_groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        for _, group in groupby(jobs, key=_size):
-            rest = list(group)
-            while rest:
-                yield rest[:_MAX_DECODED]
-                rest = rest[_MAX_DECODED:]
+    def _next_undecoded(self) -> list[Job]:
+        """Takes the images that are decoded next, which have one size."""
+        size = _size(self._undecoded[0])
+        group = [job for job in self._undecoded if _size(job) == size][:_MAX_DECODED]
+        self._undecoded = [job for job in self._undecoded if job not in group]
+        return group
 
     def _decode(self, jobs: list[Job], events: list[ImageEvent]) -> None:
         began = time.monotonic()
-        for job in jobs:
-            job.move(JobState.DECODING)
         latents = [job.sampling.latents for job in jobs if job.sampling is not None]
         try:
             images = self.family.images(torch.cat(latents), _size(jobs[0]))
@@ -328,22 +445,25 @@ class ImageEngine:
         events.append(ImageEvent(request_id=job.request.request_id, error=error))
 
     def _end(self, job: Job, state: JobState) -> None:
-        job.move(state)
         request_id = job.request.request_id
+        if job.state is not JobState.DECODING:
+            self._leave_planner(job)
+        elif job in self._undecoded:
+            self._undecoded.remove(job)
+        job.move(state)
         del self._jobs[request_id]
         del self._facts[request_id]
-        self._planner.remove(request_id)
         self._free_removed()
 
+    def _leave_planner(self, job: Job) -> None:
+        """Frees what an image holds for its steps."""
+        self._planner.remove(job.request.request_id)
+        self._leases.leave(job.request.request_id)
+
     def _free_removed(self) -> None:
-        if not self._removed:
-            return
-        used = {cid for job in self._jobs.values() for cid in job.request.cids}
-        for cid in self._removed - used:
-            for component in self._adapters.pop(cid).components:
-                self._lora[component].remove(cid)
-            self.prompts.forget(cid)
+        for cid in [cid for cid in self._removed if self.memory.forget(cid)]:
             self._removed.discard(cid)
+            self.prompts.forget(cid)
 
 
 def _size(job: Job) -> tuple[int, int]:

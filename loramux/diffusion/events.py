@@ -28,6 +28,12 @@ class ImageFacts:
     """The most images that shared a forward with it, itself included."""
     max_adapters: int = 0
     """The most distinct adapters in one of its forwards."""
+    tier_found: str | None = None
+    """The slowest tier of its adapters at its arrival; None for the base."""
+    load_s: float = 0.0
+    """Seconds of the longest load of its adapters, if they were not on the device."""
+    queue_depth: int = 0
+    """Images that waited or ran at its arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

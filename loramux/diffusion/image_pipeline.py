@@ -17,8 +17,7 @@ from loramux.config.images import MAX_IMAGE_TOKENS
 from loramux.diffusion.digest import pipeline_digest, pixel_digest, to_bytes
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.events import ImageEvent, ImageFacts
-from loramux.diffusion.lora_files.names import PipelineNames
-from loramux.diffusion.lora_files.reader import AdapterReport, read_adapter
+from loramux.diffusion.lora_files.reader import AdapterReport
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import AdapterNotFound, InvalidRequest, suggest
@@ -122,8 +121,6 @@ class ImagePipeline:
     def _open(self, pipe: Any, limits: PlanLimits) -> None:
         self._pipe = pipe
         self.engine = ImageEngine(pipe, limits)
-        family = self.engine.family
-        self._names = PipelineNames(pipe, family.denoiser, family.text_encoders)
         self._adapters: dict[str, AdapterReport] = {}
 
     @property
@@ -142,10 +139,11 @@ class ImagePipeline:
             raise InvalidRequest("The name of an adapter must not be empty.", param="name")
         if name in self._adapters:
             raise InvalidRequest(f"An adapter is named {name!r} already.", param="name")
-        adapter, report = read_adapter(Path(path), self._names)
-        self.engine.add_adapter(adapter)
-        self._adapters[name] = report
-        return report
+        found = self.engine.memory.catalog.identify(Path(path))
+        assert found.report is not None
+        self.engine.admit(found)
+        self._adapters[name] = found.report
+        return found.report
 
     def remove_adapter(self, name: str) -> None:
         report = self._adapters.pop(self._known(name))

@@ -11,6 +11,8 @@ from loramux.types.image import ImageRequest
 
 class JobState(StrEnum):
     QUEUED = "queued"
+    LOADING = "loading"
+    """Adapters of the image are on their way to the device."""
     READY = "ready"
     """The prompt is encoded, the noise drawn."""
     DENOISING = "denoising"
@@ -25,7 +27,8 @@ class JobState(StrEnum):
 
 _ENDS = (JobState.FAILED, JobState.ABORTED)
 _NEXT: dict[JobState, tuple[JobState, ...]] = {
-    JobState.QUEUED: (JobState.READY, *_ENDS),
+    JobState.QUEUED: (JobState.LOADING, JobState.READY, *_ENDS),
+    JobState.LOADING: (JobState.QUEUED, *_ENDS),
     JobState.READY: (JobState.DENOISING, *_ENDS),
     JobState.DENOISING: (JobState.PAUSED, JobState.DECODING, *_ENDS),
     JobState.PAUSED: (JobState.DENOISING, *_ENDS),
@@ -63,7 +66,7 @@ class Job:
         return [Row(self.sampling, text) for text in texts]
 
     def check_integrity(self) -> None:
-        is_started = self.state not in (JobState.QUEUED, *_ENDS)
+        is_started = self.state not in (JobState.QUEUED, JobState.LOADING, *_ENDS)
         if is_started:
             assert self.sampling is not None and self.positive is not None
             assert 0 <= self.sampling.position <= self.sampling.num_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,8 +63,11 @@ class Planner:
         entry = self._entries.pop(request_id)
         self._shares.leave(entry.request, entry.clients, is_running=False)
 
-    def next_images(self) -> list[str]:
-        """Returns the request ids of the next forward and charges their clients for it."""
+    def next_images(self, may_run: Callable[[str], bool] = lambda request_id: True) -> list[str]:
+        """Returns the request ids of the next forward and charges their clients for it.
+
+        `may_run` is asked in the fair order; an image that may not keeps its place.
+        """
         order = sorted(self._entries.values(), key=lambda entry: entry.rank)
         chosen: list[_Entry] = []
         tokens = 0
@@ -71,6 +75,8 @@ class Planner:
             if chosen and (
                 entry.key != chosen[0].key or tokens + entry.tokens > self._limits.max_tokens
             ):
+                continue
+            if not may_run(entry.request.request_id):
                 continue
             chosen.append(entry)
             tokens += entry.tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -44,8 +44,9 @@ class RowLora:
         self._spans: tuple[_Span, ...] = ()
         self._ranges: TokenRanges = {}
 
-    def __contains__(self, cid: str) -> bool:
-        return cid in self._adapters
+    @property
+    def cids(self) -> Set[str]:
+        return self._adapters.keys()
 
     def add(self, cid: str, modules: Modules) -> None:
         like = next(self._net.parameters())

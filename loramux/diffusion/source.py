@@ -6,13 +6,12 @@ import io
 import warnings
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
-from loramux.types.image import ImageRequest, SourceImage
+from loramux.types.image import SourceImage
 from loramux.types.image_files import measure, unreadable
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
@@ -25,24 +24,6 @@ class SourcePixels:
     """[1, 3, height, width] in [-1, 1]"""
     mask: Tensor | None
     """[1, 1, height, width]: 1 where the image is drawn anew, else 0."""
-
-
-def fit_source(request: ImageRequest) -> ImageRequest:
-    """Decodes and scales the source outside of the step loop, which then has little to decode.
-
-    Raises InvalidRequest for files that cannot be read.
-    """
-    source = request.source
-    if source is None:
-        return request
-    size = (request.width, request.height)
-    mask = _mask(source, size)
-    fitted = SourceImage(
-        image=_file(_image(source, size)),
-        mask=None if mask is None else _file(mask),
-        strength=source.strength,
-    )
-    return msgspec.structs.replace(request, source=fitted)
 
 
 def decode_source(source: SourceImage, width: int, height: int) -> SourcePixels:
@@ -98,12 +79,6 @@ def _opened(data: bytes, what: str) -> Image.Image:
 
 def _has_alpha(image: Image.Image) -> bool:
     return "A" in image.getbands() or "transparency" in image.info
-
-
-def _file(image: Image.Image) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "PNG", compress_level=0)
-    return out.getvalue()
 
 
 def _tensor(image: Image.Image) -> Tensor:

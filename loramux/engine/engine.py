@@ -72,7 +72,7 @@ class Engine:
         self.merge = merge
         self.constraints = Constraints(vocab_size)
         self._held = HeldRequests()
-        self._tracker = RequestTracker(memory.residency, memory.placement)
+        self._tracker = RequestTracker(memory.residency)
         self._in_flight: _Launched | None = None
         self._last_result_s = 0.0
         self._prepared_s = 0.0

@@ -1,35 +1,33 @@
-"""Messages between the server and the engine process, and the encoding of errors in them."""
+"""Messages between the server and the engine process of a language model."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-import msgspec
-
-from loramux import errors
-from loramux.backend import AdapterUse, EngineStats, ModelCard
-from loramux.types.adapter import AdapterCard, CheckLevel, InspectedCard
+from loramux.backend import EngineStats, ModelCard
+from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request, TokenEvent
-
-_log = logging.getLogger(__name__)
-
-
-class Message(msgspec.Struct, tag=True, kw_only=True):
-    """Base of all messages; the class name is the tag on the wire."""
-
-
-class WireError(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of loramux.errors as its class name and constructor arguments."""
-
-    kind: str
-    message: str
-    param: str | None = None
-    code: str = ""
-    fix: str = ""
-
-
-# Messages to the engine.
+from loramux.worker.messages import (
+    Abort,
+    Adopt,
+    Answer,
+    Examine,
+    Failed,
+    Heartbeat,
+    ListUses,
+    Message,
+    Pin,
+    Prewarm,
+    Progress,
+    Ready,
+    Refused,
+    Register,
+    RegisterMany,
+    Remove,
+    ResidencyUpdate,
+    Shutdown,
+    Verify,
+)
 
 
 class Start(Message):
@@ -42,29 +40,9 @@ class Add(Message):
     request: Request
 
 
-class Abort(Message):
-    request_id: str
-
-
 class Finish(Message):
     request_id: str
     index: int
-
-
-class Register(Message):
-    """Checks an adapter folder; the Answer has `adapter`, or `inspected` if its CID is unknown."""
-
-    call_id: int
-    path: str
-    check: CheckLevel = "full"
-
-
-class RegisterMany(Message):
-    """Checks adapter folders; the Answer has a Registration for each, in order."""
-
-    call_id: int
-    paths: tuple[str, ...]
-    check: CheckLevel = "header"
 
 
 class Identify(Message):
@@ -77,56 +55,6 @@ class Identify(Message):
     path: str
 
 
-class Adopt(Message):
-    """Makes an adapter known by the card that an earlier engine process gave it.
-
-    No file is read. A load reads and checks the files, and refuses bytes of another CID.
-    """
-
-    card: AdapterCard
-
-
-class Verify(Message):
-    """Reads a registered adapter again from its folder, as a cold load does."""
-
-    call_id: int
-    cid: str
-
-
-class Examine(Message):
-    """Reads an adapter folder for a report; the Answer has `report`, also of a refused adapter."""
-
-    call_id: int
-    path: str
-
-
-class Remove(Message):
-    """Frees an adapter once no sequence uses it."""
-
-    cid: str
-
-
-class Pin(Message):
-    call_id: int
-    cid: str
-    is_pinned: bool
-
-
-class Prewarm(Message):
-    """Loads these adapters, then the busiest of earlier runs, while there is free memory."""
-
-    cids: tuple[str, ...] = ()
-    num_busiest: int = 0
-
-
-class ListUses(Message):
-    call_id: int
-
-
-class Shutdown(Message):
-    pass
-
-
 Command = (
     Start
     | Add
@@ -135,7 +63,7 @@ Command = (
     | Register
     | RegisterMany
     | Identify
-    | Adopt
+    | Adopt[AdapterCard]
     | Verify
     | Examine
     | Remove
@@ -144,39 +72,6 @@ Command = (
     | ListUses
     | Shutdown
 )
-
-# Messages from the engine.
-
-
-class Progress(Message):
-    what: str
-    share: float
-
-
-class Ready(Message):
-    """The engine accepts requests."""
-
-    card: ModelCard
-
-
-class Failed(Message):
-    """The engine cannot start."""
-
-    error: WireError
-
-
-class Heartbeat(Message):
-    step_age_s: float
-    """Seconds since the running step began; 0 when idle."""
-
-
-class ResidencyUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """The tiers of the adapters that moved since the last update."""
-
-    tiers: tuple[tuple[str, int], ...]
-    """By CID; 0: no tier has it."""
-    is_full: bool
-    """If true, `tiers` replaces all earlier ones."""
 
 
 class Events(Message):
@@ -188,53 +83,4 @@ class Events(Message):
     residency: ResidencyUpdate | None = None
 
 
-class Refused(Message):
-    request_id: str
-    error: WireError
-
-
-class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one folder of RegisterMany; exactly one field is set."""
-
-    adapter: AdapterCard | None = None
-    inspected: InspectedCard | None = None
-    """Set instead of `adapter` if the CID is not known before the weights are read."""
-    error: WireError | None = None
-
-
-class Answer(Message):
-    """Answers Register, RegisterMany, Identify, Verify, Examine, Pin or ListUses."""
-
-    call_id: int
-    adapter: AdapterCard | None = None
-    inspected: InspectedCard | None = None
-    registrations: list[Registration] | None = None
-    uses: list[AdapterUse] | None = None
-    report: dict[str, Any] | None = None
-    error: WireError | None = None
-
-
-Reply = Progress | Ready | Failed | Heartbeat | Events | Refused | Answer
-
-
-def encode_error(error: Exception) -> WireError:
-    """Errors of other kinds are logged, and clients do not see their text."""
-    if not isinstance(error, errors.LoramuxError):
-        _log.error("the engine failed", exc_info=error)
-        known = errors.machine_error(error) if isinstance(error, OSError) else None
-        error = known or errors.LoramuxError("The engine failed on this; its log has the reason.")
-    kind, message = type(error).__name__, str(error)
-    if isinstance(error, errors.AdapterRefused):
-        return WireError(kind=kind, message=error.reason, code=error.code, fix=error.fix)
-    param = error.param if isinstance(error, errors.InvalidRequest) else None
-    return WireError(kind=kind, message=message, param=param)
-
-
-def decode_error(error: WireError) -> errors.LoramuxError:
-    if error.kind == "AdapterRefused":
-        return errors.AdapterRefused(error.code, error.message, fix=error.fix)
-    if error.kind == "InvalidRequest":
-        return errors.InvalidRequest(error.message, param=error.param)
-    made = getattr(errors, error.kind, errors.LoramuxError)(error.message)
-    assert isinstance(made, errors.LoramuxError)
-    return made
+Reply = Progress | Ready[ModelCard] | Failed | Heartbeat | Events | Refused | Answer[AdapterCard]

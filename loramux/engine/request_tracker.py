@@ -7,18 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loramux.memory.records import Placement
 from loramux.memory.residency import AdapterResidency
 from loramux.memory.tiers import AdapterState
 from loramux.types.request import Request, RequestFacts, TokenEvent
 from loramux.types.step import StepPlan
-
-_SLOWEST_FIRST = (
-    AdapterState.SOURCE,
-    AdapterState.DISK,
-    AdapterState.HOST,
-    AdapterState.DEVICE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +22,8 @@ class _Arrival:
 
 
 class RequestTracker:
-    def __init__(self, residency: AdapterResidency, placement: Placement) -> None:
+    def __init__(self, residency: AdapterResidency) -> None:
         self._residency = residency
-        self._placement = placement
         self._open: dict[str, _Arrival] = {}
 
     def __len__(self) -> int:
@@ -41,7 +32,7 @@ class RequestTracker:
     def arrive(self, request: Request, *, now: float, queue_depth: int) -> None:
         """Records the tier of the request's adapters; call it before they are loaded."""
         cids = request.cids
-        tier = min(map(self._tier, cids), key=_SLOWEST_FIRST.index) if cids else None
+        tier = self._residency.tier_found(cids)
         self._open[request.request_id] = _Arrival(now, cids, tier, queue_depth)
 
     def discard(self, request_id: str) -> None:
@@ -51,19 +42,6 @@ class RequestTracker:
         """Returns the events of a step; the first event of each request has its facts."""
         return [self._with_facts(event, plan) for event in events]
 
-    def _tier(self, cid: str) -> AdapterState:
-        """An adapter that is being loaded counts in the tier that the load reads."""
-        record = self._residency.records.get(cid)
-        if record is not None and record.is_in_flight:
-            return record.load_origin
-        if cid in self._residency:
-            return AdapterState.DEVICE
-        return self._placement.resting_state(cid)
-
-    def _load_s(self, cid: str) -> float:
-        record = self._residency.records.get(cid)
-        return 0.0 if record is None else record.load_s
-
     def _with_facts(self, event: TokenEvent, plan: StepPlan | None) -> TokenEvent:
         arrival = self._open.pop(event.request_id, None)
         if arrival is None:
@@ -72,7 +50,7 @@ class RequestTracker:
         selections = () if plan is None else (chunk.selection for chunk in plan.chunks)
         facts = RequestFacts(
             tier_found=None if arrival.tier is None else str(arrival.tier),
-            load_s=max(map(self._load_s, arrival.cids)) if is_cold else 0.0,
+            load_s=self._residency.load_s(arrival.cids) if is_cold else 0.0,
             queue_depth=arrival.queue_depth,
             queue_s=0.0 if event.started_s is None else event.started_s - arrival.time_s,
             num_distinct=len({cid for selection in selections for cid, _ in selection}),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from loramux.backend import AdapterUse, EngineStats, TierStats
 from loramux.engine.engine import Engine
 from loramux.engine.memory import STALL_BUCKETS_S
-from loramux.memory.records import AdapterRecord
-from loramux.memory.tiers import TierCounters
+from loramux.memory import reports
 
 
 def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
@@ -44,73 +41,25 @@ def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
 
 
 def tier_stats(engine: Engine) -> tuple[TierStats, ...]:
-    tiers, pool, residency = engine.memory.tiers, engine.memory.pool, engine.residency
-    used = residency.num_held_pages * pool.page_bytes
-    device = _stats(
-        "device", engine.memory.costs.device, pool.storage.nbytes, used, len(residency.resident)
+    memory = engine.memory
+    return reports.tier_stats(
+        engine.residency,
+        memory.tiers,
+        memory.costs,
+        page_bytes=memory.pool.page_bytes,
+        device_bytes=memory.pool.storage.nbytes,
     )
-    host = tiers.host
-    stats = [
-        device,
-        _stats("host", host.counters, host.budget_bytes, host.used_bytes, len(host)),
-    ]
-    if tiers.disk is not None:
-        disk = tiers.disk
-        stats.append(_stats("disk", disk.counters, disk.budget_bytes, disk.used_bytes, len(disk)))
-    return tuple(stats)
 
 
 def adapter_uses(engine: Engine) -> list[AdapterUse]:
-    """Returns residency and usage of every registered adapter, used or not."""
-    running, waiting = engine.scheduler.running_adapters(), engine.scheduler.waiting_adapters()
-    prefixes = engine.memory.prefixes
-    # Records have times of the engine's clock; callers get seconds since the epoch.
-    epoch_s = time.time() - engine.memory.clock()
-    uses = []
-    for known in engine.catalog.known():
-        record = engine.residency.records.get(known.cid)
-        last_use_s = None if record is None else record.last_use_s
-        uses.append(
-            AdapterUse(
-                cid=known.cid,
-                tier=_tier(engine, known.cid, record),
-                num_bytes=known.num_bytes,
-                rank=known.rank,
-                hits=0 if record is None else record.hits,
-                misses=0 if record is None else record.misses,
-                last_use_s=None if last_use_s is None else epoch_s + last_use_s,
-                is_pinned=record is not None and record.is_pinned,
-                num_running=running.get(known.cid, 0),
-                num_waiting=waiting.get(known.cid, 0),
-                cached_tokens=0 if prefixes is None else prefixes.cached_tokens(known.cid),
-            )
-        )
-    return uses
-
-
-def _tier(engine: Engine, cid: str, record: AdapterRecord | None) -> str:
-    if record is not None and record.is_in_flight:
-        return "loading"
-    if cid in engine.residency:
-        return "device"
-    return str(engine.memory.placement.resting_state(cid))
-
-
-def _stats(
-    tier: str, counters: TierCounters, budget_bytes: int, used_bytes: int, num_adapters: int
-) -> TierStats:
-    return TierStats(
-        tier=tier,
-        budget_bytes=budget_bytes,
-        used_bytes=used_bytes,
-        num_adapters=num_adapters,
-        hits=counters.hits,
-        misses=counters.misses,
-        loads=counters.loads,
-        evictions=counters.evictions,
-        load_seconds=counters.load_seconds,
-        load_bytes=counters.load_bytes,
-        failures=counters.failures,
+    memory, prefixes = engine.memory, engine.memory.prefixes
+    return reports.adapter_uses(
+        engine.catalog.known(),
+        engine.residency,
+        clock_s=memory.clock(),
+        running=engine.scheduler.running_adapters(),
+        waiting=engine.scheduler.waiting_adapters(),
+        cached_tokens=(lambda cid: 0) if prefixes is None else prefixes.cached_tokens,
     )
 
 

@@ -14,27 +14,34 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from loramux.adapters.catalog import IdentifiedAdapter
 from loramux.backend import ModelCard
 from loramux.config.engine import EngineConfig, ResolvedConfig
 from loramux.engine.build import build_engine, load_base
-from loramux.engine.channel import EngineChannel
 from loramux.engine.device_choice import DeviceChoice, resolve_config
 from loramux.engine.engine import Engine
 from loramux.engine.gc_control import FullCollections
-from loramux.engine.messages import (
+from loramux.engine.messages import Add, Command, Events, Finish, Identify, Start
+from loramux.engine.start_phases import StartPhases
+from loramux.engine.stats import adapter_uses, engine_stats
+from loramux.errors import LoramuxError
+from loramux.log_lines import use_one_line_records
+from loramux.memory.loader import lower_priority
+from loramux.memory.usage import UsageFile
+from loramux.models.architectures import base_info
+from loramux.models.loader import LoadedModel
+from loramux.types.adapter import AdapterCard, InspectedCard
+from loramux.types.request import TokenEvent
+from loramux.worker.channel import EngineChannel
+from loramux.worker.heartbeat import HeartbeatThread
+from loramux.worker.messages import (
     Abort,
-    Add,
     Adopt,
     Answer,
-    Command,
-    Events,
     Examine,
     Failed,
-    Finish,
-    Heartbeat,
-    Identify,
     ListUses,
     Pin,
     Prewarm,
@@ -47,23 +54,11 @@ from loramux.engine.messages import (
     Remove,
     ResidencyUpdate,
     Shutdown,
-    Start,
     Verify,
     WireError,
     encode_error,
 )
-from loramux.engine.start_phases import StartPhases
-from loramux.engine.stats import adapter_uses, engine_stats
-from loramux.engine.usage import UsageFile
-from loramux.errors import LoramuxError
-from loramux.log_lines import use_one_line_records
-from loramux.memory.loader import lower_priority
-from loramux.models.architectures import base_info
-from loramux.models.loader import LoadedModel
-from loramux.types.adapter import InspectedCard
-from loramux.types.request import TokenEvent
 
-_HEARTBEAT_S = 0.5
 # Statistics are reported this often while the engine works, and before it becomes idle.
 _STATS_INTERVAL_S = 0.2
 _SAVE_USAGE_INTERVAL_S = 60.0
@@ -177,7 +172,7 @@ class Worker:
     def _receive_commands(self) -> None:
         command: Command | None = Shutdown()
         while command is not None:
-            command = self._channel.receive()
+            command = cast("Command | None", self._channel.receive())
             self._inbox.put(command)
 
     def _handle_commands(self) -> None:
@@ -239,7 +234,9 @@ class Worker:
             case Examine(call_id=call_id, path=path):
                 self._identifiers.submit(self._examine, call_id, path)
 
-    def _handle_adapter_command(self, command: Adopt | Remove | Pin | Prewarm | ListUses) -> None:
+    def _handle_adapter_command(
+        self, command: Adopt[AdapterCard] | Remove | Pin | Prewarm | ListUses
+    ) -> None:
         residency = self._engine.residency
         match command:
             case Adopt(card=card):
@@ -249,7 +246,7 @@ class Worker:
                 self._removed.add(cid)
                 self._free_removed()
             case Pin(call_id=call_id, cid=cid, is_pinned=is_pinned):
-                answer = Answer(call_id=call_id)
+                answer = Answer[AdapterCard](call_id=call_id)
                 try:
                     residency.pin(cid, is_pinned=is_pinned)
                     residency.poll()
@@ -279,7 +276,7 @@ class Worker:
         found = [self._inspect(path) for path in paths]
         self._channel.send(Answer(call_id=call_id, registrations=found))
 
-    def _inspect(self, path: str) -> Registration:
+    def _inspect(self, path: str) -> Registration[AdapterCard]:
         try:
             card = self._engine.catalog.inspect(Path(path))
         except Exception as error:  # The caller waits for an answer, whatever the error is.
@@ -299,7 +296,7 @@ class Worker:
         self._engine.memory.write_disk(found)
 
     def _identify_many(self, call_id: int, paths: Sequence[str]) -> None:
-        registrations = []
+        registrations: list[Registration[AdapterCard]] = []
         for path in paths:
             found = self._identify(path)
             if isinstance(found, WireError):
@@ -344,35 +341,9 @@ def _threads(name: str, num_threads: int) -> ThreadPoolExecutor:
     )
 
 
-class HeartbeatThread:
-    """Sends heartbeats with the age of the running step from a thread of its own."""
-
-    def __init__(self, channel: EngineChannel) -> None:
-        self._channel = channel
-        self._step_began: float | None = None
-        threading.Thread(target=self._send_heartbeats, daemon=True, name="heartbeat").start()
-
-    def begin_step(self) -> None:
-        self._step_began = time.monotonic()
-
-    def end_step(self) -> None:
-        self._step_began = None
-
-    def _send_heartbeats(self) -> None:
-        while True:
-            began = self._step_began
-            age = 0.0 if began is None else time.monotonic() - began
-            try:
-                self._channel.send(Heartbeat(step_age_s=age))
-            except OSError:
-                # The server is gone; the step loop gets an end of file on its own.
-                return
-            time.sleep(_HEARTBEAT_S)
-
-
 def serve(connection: socket.socket) -> int:
     """Serves the server at the other end of the socket; returns the exit status."""
-    channel = EngineChannel(connection)
+    channel = EngineChannel(connection, Command)
     start = channel.receive()
     if not isinstance(start, Start):
         return 1

@@ -29,6 +29,12 @@ from loramux.memory.tiers import AdapterState
 from loramux.types.adapter import AdapterCard
 
 _WAIT_S = 0.05
+_SLOWEST_FIRST = (
+    AdapterState.SOURCE,
+    AdapterState.DISK,
+    AdapterState.HOST,
+    AdapterState.DEVICE,
+)
 
 
 class Catalog(Protocol):
@@ -180,6 +186,24 @@ class AdapterResidency:
         """Returns the number of pages that the adapters need and do not own yet."""
         records = [self._record(cid) for cid in set(cids)]
         return sum(record.num_pages for record in records if not record.page_ids)
+
+    def tier_of(self, cid: str) -> AdapterState:
+        """Returns the fastest tier of an adapter; during a load that from which it is loaded."""
+        record = self._records.get(cid)
+        if record is not None and record.is_in_flight:
+            return record.load_origin
+        if cid in self._resident:
+            return AdapterState.DEVICE
+        return self._placement.resting_state(cid)
+
+    def tier_found(self, cids: Iterable[str]) -> AdapterState | None:
+        """Returns the slowest tier that a request finds its adapters in; None without adapters."""
+        return min(map(self.tier_of, cids), key=_SLOWEST_FIRST.index, default=None)
+
+    def load_s(self, cids: Iterable[str]) -> float:
+        """Returns the seconds of the longest of the adapters' last loads."""
+        found = (self._records.get(cid) for cid in cids)
+        return max((record.load_s for record in found if record is not None), default=0.0)
 
     # Called by the engine.
 

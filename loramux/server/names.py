@@ -254,7 +254,7 @@ class AdapterNames:
         """
         async with self._adding():
             card = await self._host.add_adapter(path)
-            if is_real and card.path != path:
+            if is_real and not _is_at(card, path):
                 self._unnamed.add(card.cid)
                 raise _moved(path)
             before = self._given.get(name)
@@ -382,7 +382,7 @@ class AdapterNames:
         async with self._adding():
             try:
                 card = await self._host.add_adapter(path)
-                if card.path != path:
+                if not _is_at(card, path):
                     self._unnamed.add(card.cid)
                     raise _moved(path)
             except (AdapterRefused, AdapterNotFound) as error:
@@ -468,6 +468,11 @@ def list_files(place: str) -> FolderFiles:
     except OSError:
         return ()
     return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)
+
+
+def _is_at(card: AdapterCard, path: str) -> bool:
+    """Whether the adapter was read at a path; that of an image adapter may be its folder."""
+    return card.path == path or Path(card.path).parent == Path(path)
 
 
 def _moved(path: str) -> AdapterRefused:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 BASE = "SmolLM2-135M-Instruct"
 ADAPTERS = ("pirate", "shout", "json", "sentiment")
-IMAGE_BASE = "tiny-images"
-IMAGE_ADAPTERS = ("ink", "night")
+IMAGE_BASE = "flux"
+IMAGE_ADAPTERS = ("sketch", "wc")
 # Two of equal rank, for the ways to combine adapters that ask for it.
 RANDOM_ADAPTERS = ("random-1", "random-2")
 LISTENING = re.compile(r"listening on (http://[\d.:]+)", re.IGNORECASE)
@@ -70,7 +70,33 @@ def server_python() -> str:
 @contextmanager
 def live_server(folder: Path) -> Iterator[Live]:
     python = server_python()
-    environment = {
+    environment = server_environment(folder)
+    modules = [f"{name}={EXAMPLES / 'adapters' / name}" for name in ADAPTERS]
+    for seed, name in enumerate(RANDOM_ADAPTERS):
+        make = [python, EXAMPLES / "make_adapter.py", folder / name, "--seed", str(seed)]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
+        modules.append(f"{name}={folder / name}")
+    flags = ["--port", "0", "--served-model-name", BASE, "--pooling", "mean"]
+    flags += ["--device-memory", "1GiB", "--allow-runtime-lora-updating"]
+    with running(folder, [*flags, "--lora-modules", *modules]) as started:
+        yield started
+
+
+@contextmanager
+def image_server(folder: Path) -> Iterator[Live]:
+    """A server of a tiny image model that draws noise, with two adapters."""
+    python, environment = server_python(), server_environment(folder)
+    make = [python, EXAMPLES / "images" / "make_tiny_model.py", folder]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
+    flags = ["--port", "0", "--image-model", str(folder / "model")]
+    flags += ["--served-model-name", "flux", "--image-default-lora", "sketch", "--image-lora"]
+    flags += [f"sketch={folder / 'ink.safetensors'}@0.8", f"wc={folder / 'night.safetensors'}"]
+    with running(folder, flags) as started:
+        yield started
+
+
+def server_environment(folder: Path) -> dict[str, str]:
+    return {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONUNBUFFERED": "1",
@@ -80,38 +106,13 @@ def live_server(folder: Path) -> Iterator[Live]:
         "GOMP_SPINCOUNT": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    modules = [f"{name}={EXAMPLES / 'adapters' / name}" for name in ADAPTERS]
-    for seed, name in enumerate(RANDOM_ADAPTERS):
-        make = [python, EXAMPLES / "make_adapter.py", folder / name, "--seed", str(seed)]
-        subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
-        modules.append(f"{name}={folder / name}")
-    flags = ["--port", "0", "--served-model-name", BASE, "--pooling", "mean"]
-    flags += ["--device-memory", "1GiB", "--allow-runtime-lora-updating"]
+
+
+@contextmanager
+def running(folder: Path, flags: list[str]) -> Iterator[Live]:
+    environment = server_environment(folder)
     log = folder / "server.log"
-    command = [python, "-m", "loramux.cli.main", "serve", *flags, "--lora-modules", *modules]
-    with _running(command, log, environment) as live:
-        yield live
-
-
-@contextmanager
-def live_image_server(folder: Path) -> Iterator[Live]:
-    """A server of a tiny image model with random weights and two adapters."""
-    python = server_python()
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
-    environment |= {"COLUMNS": "200", "XDG_DATA_HOME": str(folder / "user-data")}
-    make = [python, EXAMPLES / "images" / "make_tiny_model.py", folder / "tiny"]
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL, env=environment)
-    loras = [f"{name}={folder / 'tiny' / name}.safetensors" for name in IMAGE_ADAPTERS]
-    flags = ["--port", "0", "--served-model-name", IMAGE_BASE, "--image-lora", *loras]
-    command = [python, "-m", "loramux.cli.main", "serve", "--image-model", folder / "tiny/model"]
-    with _running([*command, *flags], folder / "images.log", environment) as live:
-        yield live
-
-
-@contextmanager
-def _running(
-    command: Sequence[str | Path], log: Path, environment: dict[str, str]
-) -> Iterator[Live]:
+    command = [server_python(), "-m", "loramux.cli.main", "serve", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from tests.clients.live import Live, live_image_server
+from tests.clients.live import Live, image_server
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     if running := os.environ.get("LORAMUX_IMAGES_URL"):
         yield Live(running)
         return
-    with live_image_server(tmp_path_factory.mktemp("images")) as started:
+    with image_server(tmp_path_factory.mktemp("images")) as started:
         yield started
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.families.find import family_of
-from loramux.diffusion.source import decode_source, fit_source
+from loramux.diffusion.source import decode_source
 from loramux.errors import InvalidRequest, UnsupportedModel
 from loramux.types.image import SourceImage
 from loramux.types.image_files import MAX_SOURCE_PIXELS, measure
@@ -182,18 +182,6 @@ def test_transparent_pixels_are_white_and_photographs_upright():
     pixels = decoded(image=out.getvalue()).image
     assert pixels[..., : SIZE // 2 - 2].mean() > 0.9
     assert pixels[..., SIZE // 2 + 2 :].mean() < -0.9
-
-
-def test_a_fitted_source_decodes_to_the_same_pixels():
-    given = source(image=picture_file(2, (70, 50), "RGBA"), mask=mask_file((70, 50)), mask_blur=2.0)
-    request = request_for("flux", "x", source=given)
-    fitted = fit_source(request).source
-    assert measure(fitted.image, "image") == (SIZE, SIZE)
-    one, other = (decode_source(each, SIZE, SIZE) for each in (given, fitted))
-    assert torch.equal(one.image, other.image)
-    assert torch.equal(one.mask, other.mask)
-    plain = request_for("flux", "x")
-    assert fit_source(plain) is plain
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from loramux.engine.adapter_table import AdapterTable
 from loramux.types.adapter import AdapterCard
+from loramux.worker.adapter_table import AdapterTable
 
 CIDS = st.sampled_from([f"cid-{number}" for number in range(5)])
 

@@ -16,12 +16,8 @@ import pytest
 
 from loramux.backend import Health
 from loramux.config.engine import EngineConfig
-from loramux.engine import process as process_module
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
-from loramux.engine.channel import ServerChannel
-from loramux.engine.messages import Adopt, Command, Prewarm, Start
-from loramux.engine.process import EngineProcess
-from loramux.engine.spawn import SpawnedWorker, spawn_worker
+from loramux.engine.messages import Command, Start
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -34,6 +30,11 @@ from loramux.errors import (
 from loramux.types.adapter import InspectedCard
 from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
+from loramux.worker import process as process_module
+from loramux.worker.channel import ServerChannel
+from loramux.worker.messages import Adopt, Prewarm
+from loramux.worker.process import EngineKind, EngineProcess
+from loramux.worker.spawn import SpawnedWorker, spawn_worker
 from tests.adapter_factory import make_peft_adapter, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.engine_factory import save_model_with_tokenizer as save_model
@@ -216,11 +217,13 @@ def test_a_new_engine_learns_adapters_by_need_and_loads_the_hot_ones_first(
     paths = [make_peft_adapter(tmp_path / str(i), model, lora_alpha=8 + i) for i in range(4)]
     open_process, sent = EngineProcess.open, list[Command]()
 
-    async def open_later(start: Start, on_progress: Any, worker: Any) -> EngineProcess:
+    async def open_later(
+        kind: EngineKind, start: Start, on_progress: Any, worker: Any
+    ) -> EngineProcess[Any, Any]:
         opened.append(start)
         if len(opened) == 1:
             raise OSError("no process is left")
-        process = await open_process(start, on_progress, worker)
+        process = await open_process(kind, start, on_progress, worker)
         monkeypatch.setattr(process, "send", lambda one: (sent.append(one), send(process, one)))
         return process
 
@@ -265,18 +268,18 @@ def test_no_failure_of_a_restart_is_the_last_attempt(
     paths = [make_peft_adapter(tmp_path / str(i), model, lora_alpha=8 + i) for i in range(2)]
     open_channel, spawned = ServerChannel.open, list[SpawnedWorker]()
 
-    def spawn() -> SpawnedWorker:
-        spawned.append(spawn_worker())
+    def spawn(module: str) -> SpawnedWorker:
+        spawned.append(spawn_worker(module))
         return spawned[-1]
 
-    async def open_later(connection: socket.socket) -> ServerChannel:
+    async def open_later(connection: socket.socket, replies: Any) -> ServerChannel:
         if len(spawned) == 1:
             raise OSError(errno.EMFILE, "Too many open files")
         if len(spawned) == 2:
             spawned[-1].popen.kill()
-        return await open_channel(connection)
+        return await open_channel(connection, replies)
 
-    async def cannot_kill(process: EngineProcess, cause: str) -> None:
+    async def cannot_kill(process: EngineProcess[Any, Any], cause: str) -> None:
         monkeypatch.setattr(EngineProcess, "kill", kill)
         await kill(process, cause)
         raise OSError(errno.EMFILE, "Too many open files")

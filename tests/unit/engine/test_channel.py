@@ -6,14 +6,15 @@ import threading
 
 import pytest
 
-from loramux.engine.channel import EngineChannel, ServerChannel
-from loramux.engine.messages import Abort, Heartbeat, Progress, Shutdown
+from loramux.engine.messages import Command, Reply
+from loramux.worker.channel import EngineChannel, ServerChannel
+from loramux.worker.messages import Abort, Heartbeat, Progress, Shutdown
 
 
 def test_messages_of_any_size_cross_in_both_directions() -> None:
     async def talk() -> None:
         ours, theirs = socket.socketpair()
-        server, engine = await ServerChannel.open(ours), EngineChannel(theirs)
+        server, engine = await ServerChannel.open(ours, Reply), EngineChannel(theirs, Command)
         large = "x" * 3_000_000
         sender = threading.Thread(target=lambda: engine.send(Progress(what=large, share=0.5)))
         sender.start()
@@ -32,7 +33,7 @@ def test_messages_of_any_size_cross_in_both_directions() -> None:
 @pytest.mark.parametrize("cut", [b"", b"\x00\x00", b"\x00\x00\x00\x09half"])
 def test_a_peer_that_dies_inside_a_message_ends_the_channel(cut: bytes) -> None:
     ours, theirs = socket.socketpair()
-    engine = EngineChannel(theirs)
+    engine = EngineChannel(theirs, Command)
     ours.sendall(cut)
     ours.close()
     assert engine.receive() is None
@@ -40,7 +41,7 @@ def test_a_peer_that_dies_inside_a_message_ends_the_channel(cut: bytes) -> None:
 
     async def server_side() -> None:
         ours, theirs = socket.socketpair()
-        server = await ServerChannel.open(ours)
+        server = await ServerChannel.open(ours, Reply)
         theirs.sendall(cut)
         theirs.close()
         assert await server.receive() is None
@@ -52,7 +53,7 @@ def test_a_peer_that_dies_inside_a_message_ends_the_channel(cut: bytes) -> None:
 
 def test_a_peer_that_dies_with_unread_messages_ends_the_channel() -> None:
     ours, theirs = socket.socketpair()
-    engine = EngineChannel(theirs)
+    engine = EngineChannel(theirs, Command)
     engine.send(Heartbeat(step_age_s=0))
     ours.close()
     assert engine.receive() is None
@@ -61,11 +62,11 @@ def test_a_peer_that_dies_with_unread_messages_ends_the_channel() -> None:
 
 def test_threads_may_send_concurrently() -> None:
     ours, theirs = socket.socketpair()
-    engine = EngineChannel(theirs)
+    engine = EngineChannel(theirs, Command)
     count = 200
 
     async def receive_all() -> int:
-        server = await ServerChannel.open(ours)
+        server = await ServerChannel.open(ours, Reply)
         seen = [await server.receive() for _ in range(4 * count)]
         server.close()
         return sum(isinstance(reply, Heartbeat) for reply in seen)

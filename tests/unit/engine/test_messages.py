@@ -6,20 +6,7 @@ import msgspec
 import pytest
 
 from loramux.backend import AdapterUse, EngineStats, TierStats
-from loramux.engine.messages import (
-    Add,
-    Answer,
-    Command,
-    Events,
-    ListUses,
-    Pin,
-    Prewarm,
-    Refused,
-    Reply,
-    ResidencyUpdate,
-    decode_error,
-    encode_error,
-)
+from loramux.engine.messages import Add, Command, Events, Reply
 from loramux.errors import (
     AdapterRefused,
     DoesNotFit,
@@ -30,6 +17,16 @@ from loramux.errors import (
 )
 from loramux.types.request import FinishReason, Request, TokenEvent, TokenLogprob
 from loramux.types.sampling import SamplingParams
+from loramux.worker.messages import (
+    Answer,
+    ListUses,
+    Pin,
+    Prewarm,
+    Refused,
+    ResidencyUpdate,
+    decode_error,
+    encode_error,
+)
 
 STATS = EngineStats(
     num_running=1,

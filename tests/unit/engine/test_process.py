@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.messages import Answer, Events, Shutdown, Start, encode_error
-from loramux.engine.process import EngineProcess, PendingCalls
-from loramux.engine.spawn import spawn_worker
+from loramux.engine.async_engine import TEXT
+from loramux.engine.messages import Events, Start
 from loramux.errors import AdapterNotFound, EngineStopped, UnsupportedModel
+from loramux.worker.messages import Answer, Shutdown, encode_error
+from loramux.worker.process import EngineProcess, PendingCalls
+from loramux.worker.spawn import spawn_worker
 from tests.engine_factory import save_model_with_tokenizer
 
 SETTINGS = {"dtype": "float32", "device_memory_bytes": 4 * 2**20}
@@ -30,7 +32,7 @@ def test_a_process_reports_progress_and_readiness_and_ends_on_shutdown(tmp_path:
     async def check() -> None:
         steps: list[str] = []
         start = Start(model=str(tmp_path), settings=SETTINGS)
-        process = await EngineProcess.open(start, lambda what, share: steps.append(what))
+        process = await EngineProcess.open(TEXT, start, lambda what, share: steps.append(what))
         assert process.card.path == str(tmp_path) and steps
         process.send(Shutdown())
         await process.wait(timeout_s=10)
@@ -45,7 +47,9 @@ def test_an_error_at_the_start_is_raised(tmp_path: Path) -> None:
     async def check() -> None:
         with pytest.raises(UnsupportedModel, match="nothing"):
             await EngineProcess.open(
-                Start(model=str(tmp_path / "nothing"), settings=SETTINGS), lambda what, share: None
+                TEXT,
+                Start(model=str(tmp_path / "nothing"), settings=SETTINGS),
+                lambda what, share: None,
             )
 
     asyncio.run(check())
@@ -56,7 +60,7 @@ def test_a_stopped_process_is_killed(tmp_path: Path) -> None:
 
     async def check() -> None:
         process = await EngineProcess.open(
-            Start(model=str(tmp_path), settings=SETTINGS), lambda what, share: None
+            TEXT, Start(model=str(tmp_path), settings=SETTINGS), lambda what, share: None
         )
         os.kill(process.pid, signal.SIGSTOP)
         await process.wait(timeout_s=0.2)

@@ -15,18 +15,17 @@ import pytest
 
 from loramux.backend import EngineStats
 from loramux.engine import worker
-from loramux.engine.async_engine import StatsView
-from loramux.engine.channel import ServerChannel
-from loramux.engine.messages import (
+from loramux.engine.messages import Add, Events, Finish, Identify, Reply, Start
+from loramux.engine.worker import serve
+from loramux.types.adapter import AdapterCard
+from loramux.worker.channel import ServerChannel
+from loramux.worker.hosted import StatsView
+from loramux.worker.messages import (
     Abort,
-    Add,
     Adopt,
     Answer,
-    Events,
     Failed,
-    Finish,
     Heartbeat,
-    Identify,
     Pin,
     Prewarm,
     Ready,
@@ -34,13 +33,9 @@ from loramux.engine.messages import (
     Register,
     RegisterMany,
     Remove,
-    Reply,
     Shutdown,
-    Start,
     Verify,
 )
-from loramux.engine.worker import serve
-from loramux.types.adapter import AdapterCard
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_request, save_model_with_tokenizer
 
@@ -65,7 +60,7 @@ def converse(
     thread.start()
 
     async def run() -> None:
-        channel = await ServerChannel.open(ours)
+        channel = await ServerChannel.open(ours, Reply)
         channel.send(Start(model=str(model), settings=SETTINGS))
         try:
             await talk(channel)
@@ -99,8 +94,8 @@ async def next_of(channel: ServerChannel, kind: type[Any]) -> Any:
 
 async def next_stats(channel: ServerChannel, view: StatsView) -> EngineStats:
     while (reply := await next_of(channel, Events)).stats is None:
-        view.update(reply)
-    view.update(reply)
+        view.update(reply.stats, reply.residency)
+    view.update(reply.stats, reply.residency)
     return view.current
 
 

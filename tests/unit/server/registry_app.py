@@ -23,7 +23,7 @@ from loramux.server.registry_adapters import RegistryAdapters
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
 from loramux.types.access import ALL_SCOPES, KeyScope
-from tests.store_factory import CONFIG, write_tiny
+from tests.store_factory import CONFIG, write_image, write_tiny
 from tests.unit.server.scripted_backend import ScriptedBackend
 from tests.unit.server.scripted_images import ScriptedImages
 
@@ -68,6 +68,13 @@ class RegistryApp:
         """The CID."""
         source = write_tiny(self.folder / f"source-{seed}", seed, config={**BASE, **config})
         pushed = self.library.push(source, reference)
+        self.adapters.forget([])
+        return pushed.cid
+
+    def push_image(self, reference: str, seed: int) -> str:
+        """The CID of an adapter of the image model."""
+        file = write_image(self.folder / f"image-{seed}.safetensors", seed)
+        pushed = self.library.push(file, reference)
         self.adapters.forget([])
         return pushed.cid
 

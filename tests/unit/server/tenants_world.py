@@ -36,9 +36,10 @@ KEYS: tuple[dict[str, Any], ...] = (
 OWN = ("sql", "sql@1.0.0", "{own}/sql", "{own}/sql@prod", "{own}/sql@1.1.0", "{own}/private")
 FOREIGN = ("{other}/sql", "{other}/private", "{other}/sql@1.0.0", "sql+0.5*{other}/private")
 MISSING = ("{other}/absent", "{own}/absent", "absent", "umbrella/absent", "umbrella/part")
+IMAGES = ("ink", "{own}/ink@1.0.0", "{own}/ink", "{other}/ink", "umbrella/blob", "ink+0.5*sql")
 SHARED = ("umbrella/open", "umbrella/part@1.0.0", "umbrella/part@1.1.0", "legal", "team/polite")
 OTHERS = ("tiny-base", "tiny-base:sql", "0*sql", "{own_cid}", "{other_cid}", "{other_cid_start}")
-NAMES = (*OWN, *FOREIGN, *MISSING, *SHARED, *OTHERS)
+NAMES = (*OWN, *FOREIGN, *MISSING, *IMAGES, *SHARED, *OTHERS)
 MESSAGES = [{"role": "user", "content": "hi"}]
 HIDDEN = 32
 
@@ -242,7 +243,9 @@ class Template:
         for name, versions in (("open", ("1.0.0",)), ("part", ("1.0.0", "1.1.0"))):
             for version in versions:
                 served.push(f"umbrella/{name}@{version}", 50 + len(name) + int(version[2]))
+        served.push_image("umbrella/blob@1.0.0", 70)
         for tenant in TENANTS:
+            served.share("umbrella/blob", tenant)
             served.share("umbrella/open", tenant)
             served.share("umbrella/part@1.0.0", tenant)
         self.headers = [[self._key(served, tenant, dict(r)) for r in KEYS] for tenant in TENANTS]
@@ -270,6 +273,7 @@ class Template:
         served.push(f"{tenant}/sql@1.0.0", 1)
         served.push(f"{tenant}/sql@1.1.0", 2)
         served.registry.promote(f"{tenant}/sql", "1.0.0", alias="prod")
+        served.push_image(f"{tenant}/ink@1.0.0", 60 + number)
         return served.push(f"{tenant}/private@1.0.0", 10 + number)
 
     def _key(self, served: RegistryApp, tenant: str, rights: dict[str, Any]) -> dict[str, str]:

@@ -33,7 +33,6 @@ NOT_ANSWERED = {
     "GET /v1/receipts/{receipt_id}",
     "GET /v1/receipts/key",
     "GET /ui/{path:path}",
-    "POST /v1/images/generations",
     # The alias has no earlier state.
     "POST /v1/adapters/{name:path}/rollback",
 }
@@ -75,7 +74,8 @@ def test_the_requests_here_are_answered_with_the_right_key(world: World) -> None
     wanted = [route for route in ROUTES if route not in FOR_OPERATORS and route not in NOT_ANSWERED]
     names = {"DELETE /v1/adapters/{name:path}": "sql@1.1.0"}
     wanted.sort(key=lambda route: route in names)
-    names |= dict.fromkeys(("POST /{name}/predict", "POST /{name}/stream"), "tiny-flux")
+    drawing = ("/v1/images/generations", "/{name}/predict", "/{name}/stream")
+    names |= dict.fromkeys((f"POST {path}" for path in drawing), "ink")
     steps = [Step(0, 0, route, names.get(route, "private")) for route in wanted]
     steps = [
         Step(0, 0, step.route, "sql") if step.route.endswith(("promote", "split")) else step

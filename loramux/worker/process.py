@@ -8,45 +8,56 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
+from typing import Any, Generic, Self, cast
 
-from loramux.backend import ModelCard
-from loramux.engine.channel import ServerChannel
-from loramux.engine.messages import (
+from loramux.errors import EngineStopped, LoramuxError
+from loramux.worker.channel import ServerChannel
+from loramux.worker.messages import (
+    AdapterT,
     Answer,
-    Command,
+    CardT,
     Failed,
     Heartbeat,
+    Message,
     Progress,
     Ready,
-    Reply,
-    Start,
     decode_error,
 )
-from loramux.engine.spawn import SpawnedWorker, spawn_worker
-from loramux.errors import EngineStopped, LoramuxError
+from loramux.worker.spawn import SpawnedWorker, spawn_worker
 
 # A thread of the engine sends two heartbeats a second; only a stopped process misses this many.
 SILENCE_LIMIT_S = 4.0
 # Before the first heartbeat the process imports torch, which is slow on a busy machine.
 STARTUP_LIMIT_S = 300.0
-# A step that takes this long is a deadlock in native code.
-STEP_LIMIT_S = 120.0
 _WATCH_S = 0.5
 _POLL_S = 0.01
 
 OnProgress = Callable[[str, float], None]
 
 
-class PendingCalls:
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What the supervisor knows of a kind of engine process."""
+
+    module: str
+    """What the process runs."""
+    replies: Any
+    """The union of the messages that it sends."""
+    step_limit_s: float
+    """A step that takes this long is a deadlock in native code."""
+
+
+class PendingCalls(Generic[AdapterT]):
     """Futures of the commands that the engine answers individually, by call id."""
 
     def __init__(self) -> None:
         self._ids = count()
-        self._futures: dict[int, asyncio.Future[Answer]] = {}
+        self._futures: dict[int, asyncio.Future[Answer[AdapterT]]] = {}
         self._error: LoramuxError | None = None
 
-    def open(self) -> tuple[int, asyncio.Future[Answer]]:
+    def open(self) -> tuple[int, asyncio.Future[Answer[AdapterT]]]:
         """Returns a new call id and its future; raises the error of fail() once it was called."""
         if self._error is not None:
             raise self._error
@@ -54,7 +65,7 @@ class PendingCalls:
         future = self._futures[call_id] = asyncio.get_running_loop().create_future()
         return call_id, future
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: Answer[AdapterT]) -> None:
         future = self._futures.pop(answer.call_id, None)
         if future is None or future.done():
             return
@@ -72,35 +83,42 @@ class PendingCalls:
         self._futures.clear()
 
 
-class EngineProcess:
+class EngineProcess(Generic[CardT, AdapterT]):
     """One engine process: open() returns when it is ready, receive() gives None when it is dead."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], channel: ServerChannel) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes], channel: ServerChannel, step_limit_s: float
+    ) -> None:
         self._popen = popen
         self._channel = channel
+        self._step_limit_s = step_limit_s
         self._last_heard = time.monotonic()
         self._silence_limit_s = STARTUP_LIMIT_S
         self._watcher = asyncio.create_task(self._watch())
         self._step_age_s = 0.0
-        self._calls = PendingCalls()
-        self._card: ModelCard | None = None
+        self._calls = PendingCalls[AdapterT]()
+        self._card: CardT | None = None
         self.cause_of_death = "the engine process ended"
 
     @classmethod
     async def open(
-        cls, start: Start, on_progress: OnProgress, worker: SpawnedWorker | None = None
-    ) -> EngineProcess:
+        cls,
+        kind: EngineKind,
+        start: Message,
+        on_progress: OnProgress,
+        worker: SpawnedWorker | None = None,
+    ) -> Self:
         """Returns when the engine is ready; raises the error that prevents its start.
 
         `worker`: a process that was spawned before; None spawns one.
         """
-        worker = worker or spawn_worker()
+        worker = worker or spawn_worker(kind.module)
         try:
-            channel = await ServerChannel.open(worker.connection)
+            channel = await ServerChannel.open(worker.connection, kind.replies)
         except BaseException:
             worker.close()
             raise
-        process = cls(worker.popen, channel)
+        process = cls(worker.popen, channel, kind.step_limit_s)
         process.send(start)
         try:
             await process._wait_until_ready(on_progress)
@@ -114,14 +132,14 @@ class EngineProcess:
         return self._popen.pid
 
     @property
-    def card(self) -> ModelCard:
+    def card(self) -> CardT:
         assert self._card is not None, "the process is not ready"
         return self._card
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Message) -> None:
         self._channel.send(command)
 
-    async def call(self, make: Callable[[int], Command]) -> Answer:
+    async def call(self, make: Callable[[int], Message]) -> Answer[AdapterT]:
         """Sends the command that `make` builds from a call id, and waits for its answer.
 
         The task that reads replies with receive() must run meanwhile.
@@ -133,7 +151,7 @@ class EngineProcess:
     def fail_calls(self, error: LoramuxError) -> None:
         self._calls.fail(error)
 
-    async def receive(self) -> Reply | None:
+    async def receive(self) -> Message | None:
         """Returns the next reply that is neither a heartbeat nor an answer; None: it is dead."""
         while (reply := await self._channel.receive()) is not None:
             self._last_heard = time.monotonic()
@@ -176,7 +194,7 @@ class EngineProcess:
                 case Failed(error=error):
                     raise decode_error(error)
                 case Ready(card=card):
-                    self._card = card
+                    self._card = cast(CardT, card)
                     return
         status = await self._exit_status()
         raise EngineStopped(f"The engine process ended with status {status} before it was ready.")
@@ -193,7 +211,7 @@ class EngineProcess:
             silent_s = now - self._last_heard
             if silent_s > self._silence_limit_s:
                 self.cause_of_death = f"the engine gave no sign of life for {silent_s:.1f} s"
-            elif self._step_age_s > STEP_LIMIT_S:
+            elif self._step_age_s > self._step_limit_s:
                 self.cause_of_death = f"the engine hung in a step for {self._step_age_s:.0f} s"
             else:
                 continue

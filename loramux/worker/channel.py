@@ -6,10 +6,11 @@ import asyncio
 import socket
 import struct
 import threading
+from typing import Any
 
 import msgspec
 
-from loramux.engine.messages import Command, Reply
+from loramux.worker.messages import Message
 
 _LENGTH = struct.Struct("!I")
 
@@ -17,21 +18,22 @@ _LENGTH = struct.Struct("!I")
 class EngineChannel:
     """The engine's end of the channel; it blocks, and several threads may send."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, commands: Any) -> None:
+        """`commands`: the union of the messages that the engine takes."""
         self._connection = connection
         self._reader = connection.makefile("rb")
         self._lock = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._decoder = msgspec.msgpack.Decoder(commands)
 
-    def receive(self) -> Command | None:
+    def receive(self) -> Message | None:
         """Returns the next command; None if the server is gone, after which nothing can be read."""
         command = self._read()
         if command is None:
             self._reader.close()
         return command
 
-    def _read(self) -> Command | None:
+    def _read(self) -> Message | None:
         try:
             head = self._reader.read(_LENGTH.size)
             if len(head) < _LENGTH.size:
@@ -43,10 +45,10 @@ class EngineChannel:
             return None
         if len(body) < length:
             return None
-        command: Command = self._decoder.decode(body)
+        command: Message = self._decoder.decode(body)
         return command
 
-    def send(self, reply: Reply) -> None:
+    def send(self, reply: Message) -> None:
         with self._lock:
             body = self._encoder.encode(reply)
             self._connection.sendall(_LENGTH.pack(len(body)) + body)
@@ -55,27 +57,30 @@ class EngineChannel:
 class ServerChannel:
     """The server's end of the channel, on an event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, replies: Any
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._decoder = msgspec.msgpack.Decoder(replies)
 
     @classmethod
-    async def open(cls, connection: socket.socket) -> ServerChannel:
-        return cls(*await asyncio.open_connection(sock=connection))
+    async def open(cls, connection: socket.socket, replies: Any) -> ServerChannel:
+        """`replies`: the union of the messages that the engine sends."""
+        return cls(*await asyncio.open_connection(sock=connection), replies)
 
-    async def receive(self) -> Reply | None:
+    async def receive(self) -> Message | None:
         """Returns the next reply; None if the engine is gone."""
         try:
             head = await self._reader.readexactly(_LENGTH.size)
             (length,) = _LENGTH.unpack(head)
-            reply: Reply = self._decoder.decode(await self._reader.readexactly(length))
+            reply: Message = self._decoder.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         return reply
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Message) -> None:
         """Queues a command without waiting; receive() detects a dead engine."""
         if not self._writer.is_closing():
             body = self._encoder.encode(command)

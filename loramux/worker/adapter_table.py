@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Generic
 
-from loramux.types.adapter import AdapterCard
+from loramux.worker.messages import AdapterT
 
 
-class AdapterTable:
+class AdapterTable(Generic[AdapterT]):
     """Holds a card for each adapter by CID; an engine process learns a card before it is used.
 
     The table outlives engine processes. A new process knows no adapter, and learns the card of one
@@ -15,13 +16,13 @@ class AdapterTable:
     """
 
     def __init__(self) -> None:
-        self.cards: dict[str, AdapterCard] = {}
+        self.cards: dict[str, AdapterT] = {}
         self.pinned: set[str] = set()
         self._known: set[str] = set()
         # CIDs that requests have used, the least recently used one first.
         self._used: dict[str, None] = {}
 
-    def add(self, card: AdapterCard) -> None:
+    def add(self, card: AdapterT) -> None:
         """Adds an adapter that the present engine process has registered itself."""
         self.cards[card.cid] = card
         self._known.add(card.cid)
@@ -39,7 +40,7 @@ class AdapterTable:
         self._used.pop(cid, None)
         self._used[cid] = None
 
-    def take_unknown(self, cids: Iterable[str]) -> list[AdapterCard]:
+    def take_unknown(self, cids: Iterable[str]) -> list[AdapterT]:
         """Returns the cards that the engine must learn, and counts them as known from now on.
 
         CIDs that are not in the table, or not any more, are left out.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loramux.engine.usage import UsageFile
+from loramux.memory.usage import UsageFile
 
 
 def test_the_busiest_known_adapters_of_earlier_runs_come_first(tmp_path: Path) -> None:

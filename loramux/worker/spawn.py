@@ -1,4 +1,4 @@
-"""Spawns the engine process; a light module, since the server imports the rest meanwhile."""
+"""Spawns an engine process; a light module, since the server imports the rest meanwhile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 
 from loramux.process_environment import child_environment
+
+TEXT_ENGINE = "loramux.engine.worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,12 @@ class SpawnedWorker:
         self.popen.wait()
 
 
-def spawn_worker() -> SpawnedWorker:
+def spawn_worker(module: str = TEXT_ENGINE) -> SpawnedWorker:
+    """`module`: what the process runs, with the file descriptor of its socket as argument."""
     ours, theirs = socket.socketpair()
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
+            [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=child_environment(),
             stdin=subprocess.DEVNULL,
