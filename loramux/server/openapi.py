@@ -15,7 +15,7 @@ from starlette.routing import Route
 from loramux.capacity.plan import MemoryPlan
 from loramux.receipts.receipt import Receipt
 from loramux.server.body import PiecewiseResponse
-from loramux.server.images.wire import ImageGeneration, ImagesReply, JsonImageEdit
+from loramux.server.image_wire import ImageGeneration, ImagesReply, JsonImageEdit
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,

@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
 from loramux.server.body import convert, decode, read_body, read_upload
+from loramux.server.image_wire import ImageEdit, ImagesReply, JsonImageEdit
 from loramux.server.images.drawing import ImageContext, image_draft
 from loramux.server.images.multipart import MULTIPART, Form, media_type, parse_form
 from loramux.server.images.openai import answer, make_drawing
 from loramux.server.images.sources import check_files, decode_base64
-from loramux.server.images.wire import ImageEdit, ImagesReply, JsonImageEdit
 from loramux.server.openapi import uploading
 from loramux.types.image import DEFAULT_STRENGTH, SourceImage
 

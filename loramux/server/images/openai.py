@@ -18,12 +18,12 @@ from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.body import json_response, read_json
 from loramux.server.caller import caller_of
+from loramux.server.image_wire import ImageData, ImageGeneration, ImagesReply, Usage
 from loramux.server.images.choice import choose
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.lora_fields import named_adapters
 from loramux.server.images.names import selection_of
 from loramux.server.images.sources import size_of
-from loramux.server.images.wire import ImageData, ImageGeneration, ImagesReply, Usage
 from loramux.server.openapi import generating
 from loramux.server.streaming import Events, named_event, stream_events, until_gone
 from loramux.types.image import ImageRequest, SourceImage

@@ -15,6 +15,7 @@ from loramux import __version__
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageCard, ImageForm, ImageUpdate
 from loramux.server.caller import Caller, caller_of
+from loramux.server.image_wire import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
 from loramux.server.images.choice import choose
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft
 from loramux.server.images.names import selection_of
@@ -27,7 +28,6 @@ from loramux.server.images.sdapi_words import (
     read_prompt,
 )
 from loramux.server.images.sources import check_files, decode_base64
-from loramux.server.images.wire import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
 from loramux.types.image import ImageRequest, SourceImage
 
 DEFAULT_SIZE = 512

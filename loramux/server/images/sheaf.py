@@ -19,12 +19,12 @@ from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.body import decode, json_response, read_body
 from loramux.server.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
+from loramux.server.image_wire import SheafEdit, SheafPredict, SheafReply
 from loramux.server.images.choice import choose_deployed
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.sources import check_files, decode_base64, size_of
-from loramux.server.images.wire import SheafEdit, SheafPredict, SheafReply
 from loramux.server.streaming import Events, StreamForm, event, stream_events, until_gone
 from loramux.types.image import ImageRequest, SourceImage
 

@@ -17,10 +17,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import convert, decode, json_response, read_body
 from loramux.server.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
-from loramux.server.images.drawing import ImageContext, image_draft
-from loramux.server.images.sdapi_drawing import SdProgressBoard, info_of, make_drawing
-from loramux.server.images.sdapi_words import SCHEDULERS, check_fields, served_samplers
-from loramux.server.images.wire import (
+from loramux.server.image_wire import (
     SdDrawing,
     SdImages,
     SdLora,
@@ -28,6 +25,9 @@ from loramux.server.images.wire import (
     SdSampler,
     SdScheduler,
 )
+from loramux.server.images.drawing import ImageContext, image_draft
+from loramux.server.images.sdapi_drawing import SdProgressBoard, info_of, make_drawing
+from loramux.server.images.sdapi_words import SCHEDULERS, check_fields, served_samplers
 from loramux.server.routes.models import list_models
 from loramux.server.streaming import until_gone
 
