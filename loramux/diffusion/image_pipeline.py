@@ -21,9 +21,9 @@ from loramux.diffusion.lora_files.reader import AdapterReport
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import AdapterNotFound, InvalidRequest, suggest
-from loramux.image_files import measure
 from loramux.types.composition import check_sum
 from loramux.types.image import DEFAULT_STRENGTH, ImageRequest, SourceImage
+from loramux.types.image_files import measure
 
 MAX_RANDOM_SEED = 2**32
 OnProgress = Callable[[int, int, int], None]

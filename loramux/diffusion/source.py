@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
-from loramux.image_files import measure, unreadable
 from loramux.types.image import ImageRequest, SourceImage
+from loramux.types.image_files import measure, unreadable
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MASK_LEVEL = 0.5

@@ -35,7 +35,6 @@ from loramux.server.fitting import CachedFit
 from loramux.server.images.drawing import ImageContext, ImageModel
 from loramux.server.images.edits import edit_routes
 from loramux.server.images.openai import openai_routes
-from loramux.server.images.sdapi import SDAPI_ROUTES, sdapi_error, sdapi_routes
 from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes
 from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi
@@ -63,6 +62,7 @@ from loramux.server.routes.registry import registry_routes
 from loramux.server.routes.run import run_routes
 from loramux.server.routes.runtime_lora import runtime_lora_routes
 from loramux.server.routes.scores import score_routes
+from loramux.server.routes.sdapi import SDAPI_ROUTES, sdapi_error, sdapi_routes
 from loramux.server.routes.status import status_routes
 from loramux.server.routes.tokens import token_routes
 from loramux.types.modality import NO_MODEL, Modality

@@ -19,8 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 BASE = "SmolLM2-135M-Instruct"
 ADAPTERS = ("pirate", "shout", "json", "sentiment")
-IMAGE_BASE = "tiny-images"
-IMAGE_ADAPTERS = ("ink", "night")
+IMAGE_BASE = "flux"
+IMAGE_ADAPTERS = ("sketch", "wc")
 # Two of equal rank, for the ways to combine adapters that ask for it.
 RANDOM_ADAPTERS = ("random-1", "random-2")
 LISTENING = re.compile(r"listening on (http://[\d.:]+)", re.IGNORECASE)

@@ -6,8 +6,8 @@ import binascii
 
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageCard
-from loramux.image_files import measure
 from loramux.types.image import MIN_SIDE, SourceImage
+from loramux.types.image_files import measure
 
 _DATA_URL = "data:"
 

@@ -175,12 +175,21 @@ def xlabs():
     return file, truth(transformer=QKV | meant)
 
 
+def sgm():
+    """The original block names of the UNet."""
+    originals = sgm_names(UNET, 2)
+    named = {originals[path]: pair for path, pair in UNET.items()}
+    assert not named.keys() & UNET.keys()
+    return kohya("lora_unet_", named), truth(unet=UNET)
+
+
 RIGHT, LOST, NO_EFFECT, WRONG, ERROR = "right", "lost", "no effect", "wrong", "error"
 ROWS = {
     # name: (pipeline, file and what it means, what diffusers 0.42 does with it)
     "diffusers": ("sdxl", (peft("unet.", UNET), truth(unet=UNET)), RIGHT),
     "old-diffusers": ("sdxl", processors(), RIGHT),
     "kohya-alpha": ("sdxl", (kohya("lora_unet_", UNET), truth(unet=UNET)), RIGHT),
+    "kohya-sgm": ("sdxl", sgm(), RIGHT),
     "kohya-locon": ("sdxl", (kohya("lora_unet_", CONV), truth(unet=CONV)), RIGHT),
     "kohya-text": (
         "sdxl",

@@ -13,8 +13,8 @@ from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.families.find import family_of
 from loramux.diffusion.source import decode_source, fit_source
 from loramux.errors import InvalidRequest, UnsupportedModel
-from loramux.image_files import MAX_SOURCE_PIXELS, measure
 from loramux.types.image import SourceImage
+from loramux.types.image_files import MAX_SOURCE_PIXELS, measure
 from tests.image_factory import (
     ATTENTION,
     CONVOLUTIONS,
