@@ -34,9 +34,9 @@ interface Report {
   warnings: string[];
 }
 
-/** On an adapter of an image model; a refused one has the refusal alone. */
+/** On an adapter of an image model; only a refused one has a refusal, and that alone. */
 interface ImageReport {
-  refusal: Refusal | null;
+  refusal?: Refusal | null;
   formats?: string[];
   method?: string;
   /** By component of the pipeline. */
@@ -68,7 +68,7 @@ export function Doctor({ name }: { name: string }) {
       {report.error !== null && <Failure error={report.error} retry={report.reload} />}
       {report.value !== null && (
         <>
-          <Verdict refusal={report.value.refusal} />
+          <Verdict refusal={report.value.refusal ?? null} />
           {"modules" in report.value ? <Findings report={report.value} /> : <ImageFindings report={report.value} />}
         </>
       )}
@@ -100,7 +100,7 @@ function ImageFindings({ report }: { report: ImageReport }) {
     ["Size", report.num_bytes === undefined ? "–" : bytes(report.num_bytes)],
     ["Trigger words", (report.trigger_words ?? []).join(", ") || "none"],
   ];
-  if (report.refusal !== null) return null;
+  if (report.refusal) return null;
   return (
     <dl class="facts wide">
       {facts.map(([name, value]) => (
