@@ -200,16 +200,7 @@ def build_memory(
         clock=time.monotonic,
     )
     table = DeviceAdapters(packing, lora, device)
-    disk = None
-    if options.disk_folder is not None and options.disk_bytes > 0:
-        disk = DiskTier(
-            options.disk_folder,
-            budget_bytes=options.disk_bytes,
-            packing=packing.dense,
-            policy=make_policy(options.eviction, is_lower_tier=True),
-            placement=placement,
-            costs=tier.costs,
-        )
+    disk = _disk_tier(options, packing, tier)
     host = HostTier(
         budget_bytes=host_bytes,
         policy=make_policy(options.eviction, is_lower_tier=True),
@@ -238,4 +229,18 @@ def build_memory(
         tiers=lower,
         residency=residency,
         device=table,
+    )
+
+
+def _disk_tier(options: MemoryOptions, packing: ImagePacking, tier: PageTier) -> DiskTier | None:
+    """Returns the tier of packed adapters on disk; None: there is no folder or space for it."""
+    if options.disk_folder is None or options.disk_bytes <= 0:
+        return None
+    return DiskTier(
+        options.disk_folder,
+        budget_bytes=options.disk_bytes,
+        packing=packing.dense,
+        policy=make_policy(options.eviction, is_lower_tier=True),
+        placement=tier.placement,
+        costs=tier.costs,
     )
