@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.unit.server.asgi_client import chat, get, post, request, run
 from tests.unit.server.scripted_backend import ScriptedBackend
 from tests.unit.server.scripted_images import ScriptedImages
 
+METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"
 DRAW = "/v1/images/generations"
 
 
@@ -94,6 +96,9 @@ def test_metrics_have_one_heading_and_the_series_of_both(both: Server) -> None:
     text = get(both.app, "/metrics").text
     headings = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(headings) == len(set(headings))
+    section = METRICS.read_text().partition("## Images")[2].partition("## Gateways")[0]
+    documented = set(re.findall(r"`(loramux:\w+)`", section))
+    assert documented and documented <= {line.split()[2] for line in headings}
     series = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
