@@ -15,7 +15,7 @@ MAX_STEPS = 200
 MAX_PARTIAL_IMAGES = 3
 MAX_SEED = 2**63 - 1
 MAX_PIXELS = 2**24
-"""Of one image that is drawn."""
+"""Limit of one image that is drawn."""
 DEFAULT_STRENGTH = 0.8
 MAX_MASK_BLUR = 256.0
 MaskedBy = Literal["white", "black", "transparency"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from loramux.errors import InvalidRequest
 
 MAX_SOURCE_PIXELS = 2**25
-"""Of one file."""
+"""Limit of one file."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 # Frame headers; the other markers of this range are tables.

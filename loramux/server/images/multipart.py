@@ -12,7 +12,7 @@ MULTIPART = "multipart/form-data"
 MAX_PARTS = 64
 MAX_HEADER_BYTES = 4096
 MAX_TEXT_BYTES = 2**18
-"""Of one field that is not a file."""
+"""Limit of one field that is not a file."""
 _LINE = b"\r\n"
 
 

@@ -97,6 +97,7 @@ def sdapi_routes(context: ImageContext) -> APIRouter:
         return json_response(board.progress(caller_of(request)))
 
     _add_lists(router, context)
+    _add_samplers(router, context)
     _add_options(router, context)
     return router
 
@@ -139,6 +140,8 @@ def _add_lists(router: APIRouter, context: ImageContext) -> None:
             ]
         )
 
+
+def _add_samplers(router: APIRouter, context: ImageContext) -> None:
     @router.get("/samplers", include_in_schema=False)
     async def samplers(request: Request) -> Response:
         set_error_shape(request, sdapi_error)

@@ -267,7 +267,7 @@ SAMPLERS = ["euler_a", "heun", "ddim", "ddpm", "dpmpp_2m_karras", "dpmpp_2m_sde"
 @pytest.mark.slow
 def test_samplers_of_sdxl_draw_what_they_draw_alone():
     """Each sampler in one batch with the others equals the stock pipeline with this sampler."""
-    from tests.image_factory import StockPipeline
+    from tests.stock_pipeline import StockPipeline
 
     engine = ImageEngine(shared_pipeline("sdxl"))
     requests = [request_for("sdxl", name, sampler=name, steps=4) for name in SAMPLERS]

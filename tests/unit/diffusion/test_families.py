@@ -14,12 +14,12 @@ from tests.image_factory import (
     EMBEDDERS,
     FEED_FORWARD,
     TEXT,
-    StockPipeline,
     draw_all,
     make_adapter,
     make_pipeline,
     request_for,
 )
+from tests.stock_pipeline import StockPipeline
 
 FAMILIES = [
     "flux",

@@ -19,7 +19,6 @@ from tests.image_factory import (
     ATTENTION,
     CONVOLUTIONS,
     SIZE,
-    StockPipeline,
     draw_all,
     file_of,
     make_adapter,
@@ -29,6 +28,7 @@ from tests.image_factory import (
     request_for,
     shared_pipeline,
 )
+from tests.stock_pipeline import StockPipeline
 
 FAMILIES = [
     "flux",

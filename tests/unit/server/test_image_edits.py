@@ -16,7 +16,6 @@ from loramux.types.image import SourceImage
 from tests.image_factory import (
     ATTENTION,
     LENGTH,
-    StockPipeline,
     file_of,
     make_adapter,
     make_pipeline,
@@ -25,6 +24,7 @@ from tests.image_factory import (
     request_for,
 )
 from tests.image_server import image_client, save_adapters
+from tests.stock_pipeline import StockPipeline
 
 WEIGHTS = {"ink": 0.8, "night": 1.0}
 SIDE = 32

@@ -29,12 +29,12 @@ from loramux.types.residency import Tier, key_of_cid
 from tests.image_factory import (
     ATTENTION,
     LENGTH,
-    StockPipeline,
     make_adapter,
     make_pipeline,
     request_for,
 )
 from tests.image_server import image_client, save_adapters
+from tests.stock_pipeline import StockPipeline
 
 WEIGHTS = {"ink": 0.8, "night": 1.0, "clay": 1.0}
 

@@ -24,7 +24,6 @@ from loramux.server.images.sdapi_words import (
 from loramux.types.image import SourceImage
 from tests.image_factory import (
     ATTENTION,
-    StockPipeline,
     file_of,
     make_adapter,
     make_pipeline,
@@ -33,6 +32,7 @@ from tests.image_factory import (
     request_for,
 )
 from tests.image_server import image_client, save_adapters
+from tests.stock_pipeline import StockPipeline
 
 WEIGHTS = {"ink": 0.8, "night": 1.0}
 SIZE = {"width": 32, "height": 32}
