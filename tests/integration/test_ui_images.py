@@ -174,6 +174,8 @@ def look_around(page: Page) -> None:
     page.locator(".rows .row", has_text="ink").click()
     page.get_by_role("button", name="Examine the files").click()
     expect(page.get_by_text("This adapter can be served.")).to_be_visible()
+    found = page.locator(".card").filter(has=page.get_by_role("heading", name="Doctor"))
+    assert "–" not in found.locator("dd").all_inner_texts()
     assert serious(page) == []
 
 

@@ -40,10 +40,11 @@ interface ImageReport {
   formats?: string[];
   method?: string;
   /** By component of the pipeline. */
-  num_modules?: Record<string, number>;
+  components?: Record<string, number>;
   /** Rank: number of modules. */
   ranks?: Record<string, number>;
-  num_bytes?: number;
+  size_bytes?: number;
+  device_bytes?: number;
   trigger_words?: string[];
 }
 
@@ -87,6 +88,8 @@ function Verdict({ refusal }: { refusal: Refusal | null }) {
   );
 }
 
+const sizeOf = (size: number | undefined): string => (size === undefined ? "–" : bytes(size));
+
 function ImageFindings({ report }: { report: ImageReport }) {
   const counts = (of: Record<string, number> = {}): string =>
     Object.entries(of)
@@ -95,9 +98,10 @@ function ImageFindings({ report }: { report: ImageReport }) {
   const facts: [string, string][] = [
     ["Method", report.method ?? "–"],
     ["Names of modules", (report.formats ?? []).join(", ") || "–"],
-    ["Modules", counts(report.num_modules)],
+    ["Modules", counts(report.components)],
     ["Ranks", counts(report.ranks)],
-    ["Size", report.num_bytes === undefined ? "–" : bytes(report.num_bytes)],
+    ["Size of the file", sizeOf(report.size_bytes)],
+    ["On the device", sizeOf(report.device_bytes)],
     ["Trigger words", (report.trigger_words ?? []).join(", ") || "none"],
   ];
   if (report.refusal) return null;
