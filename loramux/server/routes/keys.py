@@ -98,7 +98,7 @@ def _manager(request: Request) -> Caller:
     """The caller, who may change keys; raises Forbidden."""
     caller = caller_of(request)
     if caller.key_id is None:
-        # From the first key on, requests need one: nobody may lock the others out.
+        # From the first key on, requests need one: no caller may lock the others out.
         raise Forbidden(
             "This server needs no keys yet. Make the first one with loramux keys create, or start "
             "the server with --api-key."
