@@ -79,7 +79,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     vars(fake)["serve"] = serve
     monkeypatch.setitem(sys.modules, "loramux.launch", fake)
     monkeypatch.setattr("loramux.launch", fake, raising=False)
-    monkeypatch.setattr("loramux.engine.spawn.spawn_worker", lambda: "a spawned engine")
+    monkeypatch.setattr("loramux.worker.spawn.spawn_worker", lambda: "a spawned engine")
     return configs
 
 
