@@ -15,8 +15,6 @@ from loramux.config.images import ImageLora, demo_images, parse_image_lora, pars
 from loramux.errors import InvalidRequest, LoramuxError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from loramux.diffusion.image_pipeline import Drawing, DrawnImage, ImagePipeline
 
 MAX_SEED = 2**32
@@ -58,12 +56,11 @@ def draw(  # noqa: PLR0913  (one for each flag)
 
     [bold]Example[/bold]
 
-    loramux draw "a fox" --adapter ink:0.6
+    loramux draw "a fox" --adapter night:0.6
 
     loramux draw "a red fox" --image-model ./flux --image-lora ink=ink.safetensors --adapter ink:0.6
     """
-    console = Console()
-    began = time.monotonic()
+    console, began = Console(), time.monotonic()
     try:
         if out.suffix.lower() not in FORMATS:
             raise InvalidRequest(f"--out must end with {', '.join(FORMATS)}.")
@@ -73,7 +70,7 @@ def draw(  # noqa: PLR0913  (one for each flag)
         seed = secrets.randbelow(MAX_SEED) if seed is None else seed
         with working("Loading the image model"):
             # Imported here: torch and diffusers take seconds, and `--help` needs neither.
-            from loramux.diffusion.image_pipeline import Drawing, ImagePipeline
+            from loramux.diffusion.image_pipeline import Drawing, ImagePipeline, sheet
 
             pipeline = ImagePipeline(model)
             for lora in loras:
@@ -93,19 +90,23 @@ def draw(  # noqa: PLR0913  (one for each flag)
             for selection in selections
         ]
         drawn = _draw(pipeline, drawings)
-        _sheet([one.image for one in drawn], enlarge).save(out)
+        sheet(drawn, enlarge).save(out)
         ended = time.monotonic()
     except (LoramuxError, OSError) as error:
         show_error(Console(stderr=True), str(error))
         raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1) from error
+    _say(console, drawn, out)
+    seconds = f"{ended - loaded:.1f}, and {loaded - began:.1f} to load the model"
+    say(console, "Seconds", f" {seconds}", style="bold")
+
+
+def _say(console: Console, drawn: list[DrawnImage], out: Path) -> None:
     size = f"{drawn[0].request.width}x{drawn[0].request.height}"
     say(console, "Image  ", f"{out} ({len(drawn)} of {size})", style="bold")
     for one in drawn:
         chosen = " ".join(f"{name}:{weight:g}" for name, weight in one.drawing.adapters.items())
         say(console, "Digest ", f"{one.digest} {chosen or 'base'}", style="bold")
     say(console, "Seed   ", str(drawn[0].seed), style="bold")
-    seconds = f"{ended - loaded:.1f}, and {loaded - began:.1f} to load the model"
-    say(console, "Seconds", f" {seconds}", style="bold")
 
 
 def _model(
@@ -152,14 +153,3 @@ def _selected(adapters: list[str] | None, weights: dict[str, float]) -> dict[str
 def _draw(pipeline: ImagePipeline, drawings: list[Drawing]) -> list[DrawnImage]:
     with counting("Steps") as show:
         return pipeline.draw(drawings, on_progress=lambda _, done, total: show(done, total))
-
-
-def _sheet(images: list[Image], enlarge: int) -> Image:
-    """Puts images of one size side by side."""
-    from PIL import Image
-
-    width, height = images[0].size
-    sheet = Image.new("RGB", (width * len(images), height))
-    for index, image in enumerate(images):
-        sheet.paste(image, (index * width, 0))
-    return sheet.resize((sheet.width * enlarge, height * enlarge), Image.Resampling.NEAREST)
