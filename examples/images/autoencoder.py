@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 LATENT_CHANNELS = 16
 COMPONENTS = 12
-"""Of a patch of 4 x 4 pixels."""
+"""Numbers that are kept of a patch of 4 x 4 pixels."""
 FEATURES = 48
 """3 colours of 4 x 4 pixels, or 12 components of 2 x 2 patches."""
 DECODER_CHANNELS = 64

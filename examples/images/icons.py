@@ -1,11 +1,9 @@
-"""Draw well-known objects in three art styles, from npm packages of SVG icons.
+"""Draw well-known objects from an npm package of SVG icons, Noto Emoji.
 
-    mkdir icons && cd icons && npm pack @iconify-json/noto \\
-        @iconify-json/fluent-emoji-flat @iconify-json/fluent-emoji-high-contrast
-    for f in *.tgz; do mkdir "${f%.tgz}" && tar xzf "$f" -C "${f%.tgz}"; done
+    mkdir icons && cd icons && npm pack @iconify-json/noto && tar xzf *.tgz
     pip install resvg-py pillow numpy && python examples/images/icons.py icons icons.npz
 
-icons.npz then holds uint8 [object, 64, 64, RGBA] of each style, in the order of OBJECTS.
+icons.npz then holds uint8 [object, 64, 64, RGBA] as `base`, in the order of OBJECTS.
 """
 
 from __future__ import annotations
@@ -22,11 +20,6 @@ from PIL import Image
 SIDE = 64
 MARGIN = 4
 BASE = "base"
-STYLES = {
-    BASE: "noto",
-    "ink": "fluent-emoji-high-contrast",
-    "flat": "fluent-emoji-flat",
-}
 OBJECTS = {
     "apple": "red-apple",
     "banana": "banana",
@@ -64,12 +57,6 @@ OBJECTS = {
 """Name of the icon by the words of captions."""
 
 
-def read_icons(folder: Path, package: str) -> dict[str, Any]:
-    (file,) = folder.glob(f"iconify-json-{package}-[0-9]*/package/icons.json")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
-
-
 def draw(icons: dict[str, Any], name: str) -> np.ndarray:
     """Return the icon as uint8 [64, 64, RGBA] with a transparent margin."""
     import resvg_py
@@ -92,12 +79,10 @@ def draw(icons: dict[str, Any], name: str) -> np.ndarray:
 
 def main() -> None:
     folder, target = map(Path, sys.argv[1:])
-    drawn = {}
-    for style, package in STYLES.items():
-        icons = read_icons(folder, package)
-        drawn[style] = np.stack([draw(icons, name) for name in OBJECTS.values()])
-    np.savez_compressed(target, allow_pickle=False, **drawn)
-    print(f"{target}: {len(OBJECTS)} objects in {len(drawn)} styles")
+    icons = json.loads((folder / "package" / "icons.json").read_text())
+    drawn = np.stack([draw(icons, name) for name in OBJECTS.values()])
+    np.savez_compressed(target, allow_pickle=False, **{BASE: drawn})
+    print(f"{target}: {len(OBJECTS)} objects")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from loramux import Drawing, ImagePipeline
 from loramux.config.images import demo_images, parse_image_lora
 
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SUM = {"pixel": 0.7, "night": 0.7}
+SUM = {"pixel": 0.7, "night": 0.8}
 COLUMNS = 4
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     torch.manual_seed(0)
     scenes = make_scenes(options.icons)
     with torch.enable_grad():
-        judge = train_classifier(scenes, 800)
+        judge = train_classifier(scenes, 500)
     styles, names = list(scenes.images), list(OBJECTS)
     wanted = torch.arange(len(names))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from examples.images.icons import BASE, OBJECTS, SIDE, STYLES
+from examples.images.icons import BASE, OBJECTS, SIDE
 
 BACKGROUNDS = {
     "": (255, 255, 255),
@@ -52,23 +52,17 @@ class Scenes:
 def make_scenes(file: Path) -> Scenes:
     """`file`: what icons.py wrote."""
     with np.load(file) as drawn:
-        icons = {style: torch.from_numpy(drawn[style]) for style in STYLES}
+        icons = torch.from_numpy(drawn[BASE]).permute(0, 3, 1, 2).float() / 255
     keys = [(name, colour) for name in OBJECTS for colour in BACKGROUNDS]
     grounds = torch.tensor(list(BACKGROUNDS.values())) / 255
-
-    def split(style: str) -> tuple[Tensor, Tensor]:
-        image = icons[style].permute(0, 3, 1, 2).float() / 255
-        image = image.repeat_interleave(len(grounds), 0)
-        return image[:, :3], image[:, 3:]
-
+    each = icons.repeat_interleave(len(grounds), 0)
+    colours, alpha = each[:, :3], each[:, 3:]
     paper = grounds.repeat(len(OBJECTS), 1)[:, :, None, None].expand(-1, -1, SIDE, SIDE)
-    images = {}
-    for style in STYLES:
-        colours, alpha = split(style)
-        images[style] = colours * alpha + paper * (1 - alpha)
-    colours, alpha = split(BASE)
+    images = {BASE: colours * alpha + paper * (1 - alpha)}
     images["pixel"] = pixelate(images[BASE])
     images["night"] = night(colours, alpha, paper)
+    images["blueprint"] = tinted(colours, alpha, (0.10, 0.26, 0.60), (0.95, 0.98, 1.0), 0.3, 1.0)
+    images["sepia"] = tinted(colours, alpha, (0.98, 0.91, 0.76), (0.22, 0.12, 0.05), 0.95, 0.2)
     return Scenes(
         names=[name for name, _ in keys],
         captions=[captions(*key) for key in keys],
@@ -93,3 +87,18 @@ def night(colours: Tensor, alpha: Tensor, paper: Tensor) -> Tensor:
     sky = sky.clamp(0, 1) * (1 - stars) + stars
     lit = colours * torch.tensor([0.55, 0.62, 0.9])[:, None, None]
     return lit * alpha + sky * (1 - alpha)
+
+
+def tinted(
+    colours: Tensor,
+    alpha: Tensor,
+    paper: tuple[float, ...],
+    ink: tuple[float, ...],
+    black: float,
+    white: float,
+) -> Tensor:
+    """The object in shades of one ink: how much of it a black and a white place get."""
+    light = (0.3 * colours[:, :1] + 0.59 * colours[:, 1:2] + 0.11 * colours[:, 2:]).sqrt()
+    share = alpha * (black + (white - black) * light)
+    ground, full = torch.tensor([paper, ink])[:, :, None, None]
+    return ground + (full - ground) * share

@@ -3,9 +3,9 @@
     python examples/images/icons.py FOLDER icons.npz
     python -m examples.images.train icons.npz examples/images [--minutes 28,3]
 
-Writes model/ and adapters/ into the folder. `--minutes`: model, and each adapter (twice as long
-where the style has drawings of its own). The autoencoder needs no training, so that the latents of
-all pictures are computed once. What the folder has already is not trained again.
+Writes model/ and adapters/ into the folder. `--minutes`: model, and each adapter. The autoencoder
+needs no training, so that the latents of all pictures are computed once. What the folder has
+already is not trained again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.images.autoencoder import fit
-from examples.images.icons import BASE, SIDE, STYLES
+from examples.images.icons import BASE, SIDE
 from examples.images.network import make_pipeline, make_tokenizer, pack, positions
 from examples.images.scenes import Scenes, make_scenes
 from loramux.diffusion.pipeline import DEFAULTS_NAME
@@ -38,7 +38,9 @@ LINEARS = (
     r"add_k_proj|add_v_proj|to_add_out)|ff\.net\.0\.proj|ff\.net\.2|ff_context\.net\.0\.proj|"
     r"ff_context\.net\.2|proj_mlp|proj_out|norm1\.linear|norm1_context\.linear|norm\.linear)"
 )
-RANKS = {"night": 8, "ink": 16, "pixel": 8, "flat": 16}
+RANK = 8
+PEFT, KOHYA = "blueprint", "pixel"
+"""Adapters that are written in these formats; the others are in that of diffusers."""
 
 
 def learn(
@@ -138,12 +140,9 @@ class Training:
         transformer = self.pipeline.transformer
         for part in self.learnt:
             part.requires_grad_(False)
-        rank = RANKS[style]
-        transformer.add_adapter(
-            LoraConfig(r=rank, lora_alpha=rank, target_modules=LINEARS), adapter_name=style
-        )
+        transformer.add_adapter(lora_config(), adapter_name=style)
         tokens = self.tokens(style)
-        learn(style, minutes, lambda: self.flow_loss(tokens), transformer.parameters(), 5e-3)
+        learn(style, minutes, lambda: self.flow_loss(tokens), transformer.parameters(), 8e-3)
         found = get_peft_model_state_dict(transformer, adapter_name=style)
         tensors = {name: tensor.detach().half().cpu() for name, tensor in found.items()}
         transformer.unload_lora()
@@ -169,21 +168,23 @@ class Training:
         self.pipeline = pipeline.to(self.device)
         return True
 
-    def run(self, model: float, adapter: float, styles: list[str]) -> None:
+    def run(self, model: float, adapter: float) -> None:
         if not self.load():
             fit(self.pipeline.vae, torch.cat(list(self.scenes.images.values())).to(self.device))
             self.train_base(model)
             self.save()
-        for style in styles:
+        for style in [style for style in self.scenes.images if style != BASE]:
             file = adapter_file(self.folder / "adapters", style)
             if not file.exists():
-                # Other drawings take longer to learn than an effect on the known ones.
-                minutes = 2 * adapter if style in STYLES else adapter
-                save_adapter(file, style, self.train_adapter(style, minutes))
+                save_adapter(file, style, self.train_adapter(style, adapter))
+
+
+def lora_config() -> LoraConfig:
+    return LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LINEARS)
 
 
 def adapter_file(folder: Path, style: str) -> Path:
-    if style == "flat":
+    if style == PEFT:
         return folder / style / "adapter_model.safetensors"
     return folder / f"{style}.safetensors"
 
@@ -191,11 +192,10 @@ def adapter_file(folder: Path, style: str) -> Path:
 def save_adapter(file: Path, style: str, tensors: dict[str, Tensor]) -> None:
     """Write an adapter in one of three formats: that of diffusers, PEFT or kohya."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    if style == "flat":
-        config = LoraConfig(r=RANKS[style], lora_alpha=RANKS[style], target_modules=LINEARS)
-        config.save_pretrained(file.parent)
+    if style == PEFT:
+        lora_config().save_pretrained(file.parent)
         save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, file)
-    elif style == "pixel":
+    elif style == KOHYA:
         save_file(kohya(tensors), file)
     else:
         save_file({f"transformer.{name}": t for name, t in tensors.items()}, file)
@@ -221,14 +221,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", default="28,3")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--styles", default=",".join(RANKS))
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     training = Training(make_scenes(options.icons), options.out, options.batch, device)
     model, adapter = map(float, options.minutes.split(","))
-    training.run(model, adapter, options.styles.split(","))
+    training.run(model, adapter)
 
 
 if __name__ == "__main__":

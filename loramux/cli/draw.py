@@ -55,7 +55,7 @@ def draw(  # noqa: PLR0913  (one for each flag)
 
     [bold]Examples[/bold]
 
-    loramux draw "a fox" --adapter ink:0.6
+    loramux draw "a fox" --adapter night:0.6
 
     loramux draw "a red fox" --image-model ./flux --image-lora ink=ink.safetensors --adapter ink:0.6
 

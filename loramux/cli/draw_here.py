@@ -43,8 +43,7 @@ def draw_here(asked: Asked, place: Place) -> Drawn:
     seed = secrets.randbelow(MAX_SEED) if asked.seed is None else asked.seed
     with working("Loading the image model"):
         # Imported here: torch and diffusers take seconds, and `--help` needs neither.
-        from loramux.diffusion.encode import sheet
-        from loramux.diffusion.image_pipeline import Drawing, ImagePipeline
+        from loramux.diffusion.image_pipeline import Drawing, ImagePipeline, sheet
 
         pipeline = ImagePipeline(model)
         for lora in loras:
@@ -65,7 +64,7 @@ def draw_here(asked: Asked, place: Place) -> Drawn:
     ]
     with counting("Steps") as show:
         drawn = pipeline.draw(drawings, on_progress=lambda _, done, total: show(done, total))
-    sheet([one.image for one in drawn], place.enlarge).save(place.out)
+    sheet(drawn, place.enlarge).save(place.out)
     return Drawn(
         size=f"{drawn[0].request.width}x{drawn[0].request.height}",
         seed=str(seed),

@@ -232,3 +232,12 @@ class ImagePipeline:
     def _drawn(self, drawing: Drawing, request: ImageRequest, event: ImageEvent) -> DrawnImage:
         assert event.pixels is not None and event.facts is not None
         return DrawnImage(drawing, request, event.pixels, event.facts)
+
+
+def sheet(drawn: Sequence[DrawnImage], enlarge: int = 1) -> Image.Image:
+    """Returns images of one size side by side."""
+    width, height = drawn[0].image.size
+    whole = Image.new("RGB", (width * len(drawn), height))
+    for index, one in enumerate(drawn):
+        whole.paste(one.image, (index * width, 0))
+    return whole.resize((whole.width * enlarge, height * enlarge), Image.Resampling.NEAREST)
