@@ -61,8 +61,8 @@ def make_scenes(file: Path) -> Scenes:
     images = {BASE: colours * alpha + paper * (1 - alpha)}
     images["pixel"] = pixelate(images[BASE])
     images["night"] = night(colours, alpha, paper)
-    images["blueprint"] = tinted(colours, alpha, (0.10, 0.26, 0.60), (0.95, 0.98, 1.0), 0.3, 1.0)
-    images["sepia"] = tinted(colours, alpha, (0.98, 0.91, 0.76), (0.22, 0.12, 0.05), 0.95, 0.2)
+    images["delft"] = tinted(colours, alpha, (0.96, 0.98, 1.0), (0.05, 0.16, 0.55))
+    images["sepia"] = tinted(colours, alpha, (0.98, 0.91, 0.76), (0.22, 0.12, 0.05))
     return Scenes(
         names=[name for name, _ in keys],
         captions=[captions(*key) for key in keys],
@@ -90,15 +90,10 @@ def night(colours: Tensor, alpha: Tensor, paper: Tensor) -> Tensor:
 
 
 def tinted(
-    colours: Tensor,
-    alpha: Tensor,
-    paper: tuple[float, ...],
-    ink: tuple[float, ...],
-    black: float,
-    white: float,
+    colours: Tensor, alpha: Tensor, paper: tuple[float, ...], ink: tuple[float, ...]
 ) -> Tensor:
-    """The object in shades of one ink: how much of it a black and a white place get."""
+    """The object in shades of one ink, the darker the more; even white gets a fifth of it."""
     light = (0.3 * colours[:, :1] + 0.59 * colours[:, 1:2] + 0.11 * colours[:, 2:]).sqrt()
-    share = alpha * (black + (white - black) * light)
+    share = alpha * (0.95 - 0.75 * light)
     ground, full = torch.tensor([paper, ink])[:, :, None, None]
     return ground + (full - ground) * share

@@ -39,7 +39,7 @@ LINEARS = (
     r"ff_context\.net\.2|proj_mlp|proj_out|norm1\.linear|norm1_context\.linear|norm\.linear)"
 )
 RANK = 8
-PEFT, KOHYA = "blueprint", "pixel"
+PEFT, KOHYA = "delft", "pixel"
 """Adapters that are written in these formats; the others are in that of diffusers."""
 
 
