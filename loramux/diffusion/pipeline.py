@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+import transformers
 
 from loramux.diffusion.families.find import find_family
 from loramux.errors import InvalidRequest, UnsupportedModel
@@ -33,22 +36,39 @@ def load_pipeline(folder: Path, *, dtype: str = "auto", device: str = "cpu") -> 
         )
     name = pipeline_class(folder)
     find_family(name)
-    log = logging.getLogger("diffusers.pipelines.pipeline_utils")
-    log.addFilter(_is_of_use)
     try:
-        pipe = getattr(diffusers, name).from_pretrained(
-            folder, dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True
-        )
+        with _quiet():
+            pipe = getattr(diffusers, name).from_pretrained(
+                folder, dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"The pipeline in {folder} cannot be loaded: {error}") from error
-    finally:
-        log.removeFilter(_is_of_use)
     size = default_size(folder)
     if size is not None:
         pipe.default_sample_size = size // pipe.vae_scale_factor
     pipe.set_progress_bar_config(disable=True)
     pipe.to(device)
     return pipe
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out progress bars, and notices of transformers and diffusers that need no action."""
+    log = logging.getLogger("diffusers.pipelines.pipeline_utils")
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    verbosity = transformers.utils.logging.get_verbosity()
+    shown = [library for library in libraries if library.is_progress_bar_enabled()]
+    log.addFilter(_is_of_use)
+    transformers.utils.logging.set_verbosity_error()
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
+        transformers.utils.logging.set_verbosity(verbosity)
+        log.removeFilter(_is_of_use)
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
