@@ -28,12 +28,12 @@ COLUMNS = 4
 
 
 class Classifier(nn.Module):
-    """Finds the object and the style of an image, from 32 x 32 pixels of it."""
+    """Finds the object and the style of an image, from all of its pixels."""
 
     def __init__(self, num_objects: int, num_styles: int) -> None:
         super().__init__()
         self._counts = (num_objects, num_styles)
-        wide = (3, 32, 64, 128)
+        wide = (3, 16, 32, 64, 128)
         self._layers = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(8, b), nn.ReLU())
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`images`: [row, 3, 64, 64] in -1 to 1; returns the logits of objects and styles."""
-        objects, styles = self._layers(functional.avg_pool2d(images, 2)).split(self._counts, 1)
+        objects, styles = self._layers(images).split(self._counts, 1)
         return objects, styles
 
 

@@ -126,7 +126,8 @@ def test_draw_needs_no_model_and_puts_each_style_on_a_sheet(pipeline, tmp_path):
     alone = pipeline.draw(Drawing(prompt=PROMPT, seed=3, steps=2))[0]
     with Image.open(out) as sheet:
         assert sheet.size == (2 * SIDE * len(styles), 2 * SIDE)
-        assert np.array_equal(np.asarray(sheet)[::2, : 2 * SIDE : 2], alone.array)
+        first = np.asarray(sheet)[::2, : 2 * SIDE : 2].astype(int)
+    assert np.abs(first - alone.array).max() <= 1
     refused = run("draw", PROMPT, "--each", "--adapter", "night")
     assert refused.exit_code == 2 and "leave out --adapter" in refused.stderr
 
