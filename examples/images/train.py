@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from examples.images.autoencoder import fit
 from examples.images.icons import BASE, SIDE
-from examples.images.network import make_pipeline, make_tokenizer, pack, positions
+from examples.images.network import TEXT_TOKENS, make_pipeline, make_tokenizer, pack, positions
 from examples.images.scenes import Scenes, make_scenes
 from loramux.diffusion.pipeline import DEFAULTS_NAME
 
@@ -153,7 +153,8 @@ class Training:
         folder = self.folder / "model"
         self.pipeline.to(dtype=torch.float16).save_pretrained(folder)
         self.pipeline.to(dtype=torch.float32)
-        (folder / DEFAULTS_NAME).write_text(json.dumps({"size": SIDE}) + "\n")
+        defaults = {"size": SIDE, "max_sequence_length": TEXT_TOKENS}
+        (folder / DEFAULTS_NAME).write_text(json.dumps(defaults) + "\n")
         # diffusers writes a setting that it does not expect when it reads the file.
         config = json.loads((folder / "vae" / "config.json").read_text())
         del config["block_out_channels"]

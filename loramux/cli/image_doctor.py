@@ -11,8 +11,6 @@ import typer
 from rich.console import Console
 
 from loramux.cli.console import say, size_text, working
-from loramux.compose import LibraryOptions, open_library
-from loramux.config.paths import find_data_paths
 from loramux.errors import (
     AdapterNotFound,
     InvalidRequest,
@@ -57,7 +55,11 @@ def examine_image_adapter(path: Path, model: Path, *, probe: bool, as_json: bool
 
 
 def _registered(name: Path) -> Path:
-    """The folder of an adapter of the registry; a path that is no name of it is returned."""
+    """Returns the folder of an adapter of the registry; a path that is no name of it as it is."""
+    # Imported here: `--help` needs no database driver.
+    from loramux.compose import LibraryOptions, open_library
+    from loramux.config.paths import find_data_paths
+
     places = find_data_paths()
     if not Path(places.registry).exists() and "://" not in str(places.registry):
         return name

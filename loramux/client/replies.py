@@ -178,6 +178,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Its aliases in the registry, if the list is of what is stored there."""
     signed_by: str | None = None
     """Id of the key whose signature was verified, likewise."""
+    modality: str = "text"
+    """The kind of model that it is for: text or image."""
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,8 +18,9 @@ from loramux.errors import InvalidRequest, UnsupportedModel
 
 INDEX_NAME = "model_index.json"
 DEFAULTS_NAME = "loramux.json"
-"""A file beside the index: {"size": 64} is the side of an image whose request names no size."""
-MAX_SIZE = 8192
+"""A file beside the index: `size` is the side of images, and `max_sequence_length` the length of
+prompts, of requests that name none."""
+LIMITS = {"size": 8192, "max_sequence_length": 4096}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,9 +44,11 @@ def load_pipeline(folder: Path, *, dtype: str = "auto", device: str = "cpu") -> 
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"The pipeline in {folder} cannot be loaded: {error}") from error
-    size = default_size(folder)
-    if size is not None:
-        pipe.default_sample_size = size // pipe.vae_scale_factor
+    defaults = read_defaults(folder)
+    if "size" in defaults:
+        pipe.default_sample_size = defaults["size"] // pipe.vae_scale_factor
+    if "max_sequence_length" in defaults:
+        pipe.default_sequence_length = defaults["max_sequence_length"]
     pipe.set_progress_bar_config(disable=True)
     pipe.to(device)
     return pipe
@@ -90,15 +93,19 @@ def pipeline_class(folder: Path) -> str:
     return str(name)
 
 
-def default_size(folder: Path) -> int | None:
-    """Returns the size that loramux.json names; raises UnsupportedModel if that is no size."""
+def read_defaults(folder: Path) -> dict[str, int]:
+    """Returns the defaults that loramux.json names; raises UnsupportedModel for others."""
     file = folder / DEFAULTS_NAME
     if not file.exists():
-        return None
+        return {}
     try:
-        size = json.loads(file.read_bytes())["size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        given = json.loads(file.read_bytes())
+        names = given.keys()
+    except (OSError, ValueError, AttributeError) as error:
         raise UnsupportedModel(f"{file} cannot be read: {error!r}") from error
-    if not isinstance(size, int) or not 0 < size <= MAX_SIZE:
-        raise UnsupportedModel(f"size in {file} must be 1 to {MAX_SIZE}, got {size!r}.")
-    return size
+    if not names or not names <= LIMITS.keys():
+        raise UnsupportedModel(f"{file} must have {' or '.join(LIMITS)}, got {sorted(names)}.")
+    for name, value in given.items():
+        if not isinstance(value, int) or not 0 < value <= LIMITS[name]:
+            raise UnsupportedModel(f"{name} in {file} must be 1 to {LIMITS[name]}, got {value!r}.")
+    return dict(given)

@@ -62,7 +62,7 @@ ALL_THAT_A_BARE_GPU_MACHINE_RUNS = """
 import importlib, importlib.util, pkgutil, loramux
 
 EXTRAS = (
-    "cli client compose diffusion image_launch launch metrics receipts registry router server "
+    "cli client compose deploy diffusion image_launch launch metrics receipts registry router server "
     "sources specs store"
 ).split()
 COMPILERS = {"gpu": "triton", "cpu_jit": "numba"}

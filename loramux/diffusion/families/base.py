@@ -172,7 +172,8 @@ class Family(ABC):
         return (request.width // self.size_factor) * (request.height // self.size_factor)
 
     def length(self, request: ImageRequest) -> int:
-        return request.max_sequence_length or self.default_length
+        default: int = getattr(self.pipe, "default_sequence_length", self.default_length)
+        return request.max_sequence_length or default
 
     def batch_key(self, request: ImageRequest) -> tuple[int, ...]:
         """Requests with equal keys may share a forward."""

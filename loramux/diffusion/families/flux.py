@@ -41,11 +41,6 @@ class Flux(FlowFamily):
     def is_guided(self, request: ImageRequest) -> bool:
         return (request.true_cfg_scale or 1.0) > 1 and bool(request.negative_prompt)
 
-    def length(self, request: ImageRequest) -> int:
-        """Padding is not masked, so that a model is asked for as many tokens as it knows."""
-        known = min(self.default_length, int(self.pipe.tokenizer_2.model_max_length))
-        return request.max_sequence_length or known
-
     def encode(self, text: str, length: int) -> Text:
         embeds, pooled, ids = self.pipe.encode_prompt(
             text, prompt_2=None, device=self.device, max_sequence_length=length

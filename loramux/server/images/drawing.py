@@ -140,9 +140,9 @@ class Drawing:
             if context.receipts.is_on:
                 self.http.state.receipt_id = self.draft.id
             tier_of = context.backend.residency.tier_of
-            if any(one.selection for one in self.requests):
-                found = [(cid, tier_of(cid)) for cid, _ in self.requests[0].selection]
-                self.http.state.found_in_tiers = found
+            # Empty for the base, so that routers learn that the name means it.
+            found = [(cid, tier_of(cid)) for cid, _ in self.requests[0].selection]
+            self.http.state.found_in_tiers = found
 
     async def draw(self) -> list[FinishedImage]:
         """Draws all images together; if one fails, the others are ended."""

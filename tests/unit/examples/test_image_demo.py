@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from examples.images.icons import OBJECTS, SIDE
+from examples.images.network import TEXT_TOKENS
 from examples.images.scenes import ALSO, BACKGROUNDS, captions, make_scenes
 from loramux import Drawing, ImagePipeline
 from loramux.cli.main import app
@@ -149,17 +150,21 @@ def test_images_means_the_demo(tmp_path):
         with_demo(both)
 
 
-def test_a_folder_names_the_size_of_its_images(tmp_path):
+def test_a_folder_names_size_and_length_of_its_images(tmp_path):
     for file in MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     defaults = tmp_path / "loramux.json"
     defaults.unlink()
-    for text in ("{}", "[]", '{"size": 0}', '{"size": "64"}', "{"):
+    broken = ("{}", "[]", '{"size": 0}', '{"size": "64"}', "{", '{"max_sequence_length": 0}')
+    for text in (*broken, '{"size": 64, "steps": 4}'):
         defaults.write_text(text)
         with pytest.raises(UnsupportedModel, match=r"loramux\.json"):
             load_pipeline(tmp_path)
         defaults.unlink()
-    assert json.loads((MODEL / "loramux.json").read_text()) == {"size": SIDE}
+    assert json.loads((MODEL / "loramux.json").read_text()) == {
+        "size": SIDE,
+        "max_sequence_length": TEXT_TOKENS,
+    }
 
 
 def test_scenes_show_what_their_captions_say(tmp_path):

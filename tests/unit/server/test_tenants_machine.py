@@ -77,8 +77,10 @@ def test_the_requests_here_are_answered_with_the_right_key(world: World) -> None
     wanted = [route for route in ROUTES if route not in FOR_OPERATORS and route not in NOT_ANSWERED]
     names = {"DELETE /v1/adapters/{name:path}": "sql@1.1.0"}
     wanted.sort(key=lambda route: route in names)
-    drawing = ("/v1/images/generations", "/{name}/predict", "/{name}/stream")
+    drawing = ("/v1/images/generations", "/v1/images/edits", "/{name}/predict", "/{name}/stream")
+    drawing += ("/sdapi/v1/txt2img", "/sdapi/v1/img2img")
     names |= dict.fromkeys((f"POST {path}" for path in drawing), "ink")
+    names["POST /sdapi/v1/options"] = "tiny-flux"
     steps = [Step(0, 0, route, names.get(route, "private")) for route in wanted]
     steps = [
         Step(0, 0, step.route, "sql") if step.route.endswith(("promote", "split")) else step

@@ -11,6 +11,7 @@ from uuid import uuid4
 import obstore
 import pytest
 
+from loramux.adapters.images.files import DIFFUSERS_NAME
 from loramux.errors import (
     LoramuxError,
     SourceFailed,
@@ -90,8 +91,8 @@ def test_a_single_object_and_one_of_several_parts(
     upload(s3_config, {f"{prefix}/styles/water.safetensors": large})
     config = replace(s3_config, limits=replace(FAST, part_bytes=2**20))
     fetched = fetch(config, f"{prefix}/styles/water.safetensors", tmp_path)
-    assert fetched.files == (WEIGHTS_NAME,)
-    assert fetched.digests[WEIGHTS_NAME] == hashlib.sha256(large).hexdigest()
+    assert fetched.files == (DIFFUSERS_NAME,)
+    assert fetched.digests[DIFFUSERS_NAME] == hashlib.sha256(large).hexdigest()
     assert fetched.revision is not None
     assert "-" in fetched.revision, "the ETag of a multipart upload, which is no MD5"
 

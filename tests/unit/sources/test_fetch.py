@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from loramux.adapters.images.files import DIFFUSERS_NAME
 from loramux.errors import InvalidRequest, SourceFailed, SourceNotFound, SourceRefused
 from loramux.sources.config import FetchLimits, SourceConfig
 from loramux.sources.download import Progress
@@ -60,12 +61,12 @@ def test_only_the_two_files_of_an_adapter_come_with_their_digests(
     assert fetched.revision is not None
 
 
-def test_a_single_file_is_saved_as_weights_and_needs_no_config(
+def test_a_single_file_without_a_config_is_saved_as_one_of_an_image_model(
     web: FaultServer, web_config: SourceConfig, tmp_path: Path
 ) -> None:
     web.files = {"styles/watercolour.safetensors": WEIGHTS}
     folder = fetch(web_config, f"{web.url}/styles/watercolour.safetensors", tmp_path)
-    assert entries(folder) == [WEIGHTS_NAME]
+    assert entries(folder) == [DIFFUSERS_NAME]
 
 
 def test_a_folder_that_is_there_is_not_touched(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from loramux.adapters.images.files import DIFFUSERS_NAME
 from loramux.errors import LoramuxError, SourceFailed, SourceForbidden, SourceNotFound
 from loramux.sources.config import HubConfig, Secret, SourceConfig
 from loramux.sources.fetch import Fetched, Fetcher
@@ -81,7 +82,7 @@ def test_a_single_file_and_a_folder_of_a_repository(
     hub_config: SourceConfig, tmp_path: Path
 ) -> None:
     single = fetch(hub_config, "hf:acme/pirate:styles/water.safetensors", tmp_path / "1")
-    assert single.files == (WEIGHTS_NAME,)
+    assert single.files == (DIFFUSERS_NAME,)
     folder = fetch(hub_config, "hf:acme/pirate:checkpoint-5", tmp_path / "2")
     assert folder.digests[WEIGHTS_NAME] == hashlib.sha256(make_weights(seed=2)).hexdigest()
 
