@@ -242,6 +242,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     tiers: tuple[TierInfo, ...] = ()
+    modality: str = "text"
+    image: EngineInfo | None = None
+    """The engine of the image model beside that of the language model."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):

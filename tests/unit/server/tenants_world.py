@@ -72,14 +72,15 @@ LORAX: Body = lambda name: {  # noqa: E731
 }
 SCORE: Body = lambda name: {"model": name, "text_1": "a", "text_2": "b"}  # noqa: E731
 RERANK: Body = lambda name: {"model": name, "query": "a", "documents": ["b"]}  # noqa: E731
-IMAGE: Body = lambda name: {"prompt": "a fox", "adapters": [name], "n": 2}  # noqa: E731
+IMAGE: Body = lambda name: {"prompt": "a fox", "adapters": [name], "n": 2, "seed": 7}  # noqa: E731
 SHEAF: Body = lambda name: {  # noqa: E731
     "model_type": "diffusion",
     "model_name": "tiny-flux",
     "prompt": "a fox",
     "adapters": [name],
+    "seed": 7,
 }
-SMALL = {"width": 64, "height": 64, "steps": 2}
+SMALL = {"width": 64, "height": 64, "steps": 2, "seed": 7}
 LOAD: Body = lambda name: {"lora_name": name, "lora_path": "/nowhere"}  # noqa: E731
 BODIES: Mapping[str, Body] = {
     "POST /v1/chat/completions": CHAT,
