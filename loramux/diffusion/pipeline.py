@@ -62,7 +62,7 @@ def _quiet() -> Iterator[None]:
     verbosity = transformers.utils.logging.get_verbosity()
     shown = [library for library in libraries if library.is_progress_bar_enabled()]
     log.addFilter(_is_of_use)
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity(logging.ERROR)
     for library in shown:
         library.disable_progress_bar()
     try:
