@@ -43,6 +43,10 @@ PROGRAMS = {
         "benchmarks.structured",
         "Throughput of a batch with constrained rows, and compile time of a schema.",
     ),
+    "images": (
+        "benchmarks.images",
+        "Seconds per image with different adapters in one batch, beside diffusers.",
+    ),
     "goals": ("benchmarks.goals", "Every goal of the GPU engine: measured figure, goal, verdict."),
     "plot": ("benchmarks.lib.plots", "Plot the JSON record of a benchmark."),
     "cache-simulation": (
