@@ -117,6 +117,7 @@ def test_a_server_that_stops_ends_its_streams_first(folder: Path, tmp_path: Path
     assert "length" in ends
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
 

@@ -182,6 +182,7 @@ def test_receipts_of_all_are_kept_and_found(server: RunningServer, world: World)
     asyncio.run(use())
 
 
+@pytest.mark.slow
 def test_reloads_in_place_under_load_answer_with_the_version_of_their_receipt(
     server: RunningServer, world: World
 ) -> None:

@@ -200,7 +200,7 @@ class World:
             path = path.replace(parameter, name)
         path = path.replace("/{name}/", "/tiny-flux/")
         path = path.replace("{receipt_id}", self._receipt(step))
-        path = path.replace("{key_id}", self._key_id(step))
+        path = path.replace("{key_id}", self.key_id(step))
         queries = QUERIES.get(step.route, ("",))
         query = queries[step.variant % len(queries)]
         path += self._template.fill(query.replace("{name}", name), step.tenant)
@@ -242,7 +242,7 @@ class World:
         found = own if step.variant % 2 else others
         return found[step.variant % len(found)] if found else "rcpt_" + "0" * 32
 
-    def _key_id(self, step: Step) -> str:
+    def key_id(self, step: Step) -> str:
         """A key that the tenant has made, one of the other tenant, or one that does not exist."""
         made = self.keys[step.tenant]
         if step.variant % 2:

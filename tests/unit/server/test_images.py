@@ -323,6 +323,7 @@ def test_a_client_that_leaves_frees_its_image(server):
     assert server.portal.call(leave_after_one_step) < 150
 
 
+@pytest.mark.slow
 def test_a_dead_engine_fails_open_images_and_is_replaced(server):
     """kill -9 during an image: 503, also for health, until another engine draws the same."""
     before = server.post("/v1/images/generations", json=BODY).json()["data"][0]["b64_json"]

@@ -103,6 +103,8 @@ def check(world: World, template: Template, steps: list[Step]) -> list[httpx2.Re
     for step in steps:
         other = TENANTS[1 - step.tenant]
         before, umbrella = world.state(other), world.state("umbrella")
+        if "{key_id}" in step.route:
+            named[step.tenant].add(world.key_id(step))
         ((_, response),) = world.run([step])
         assert (world.state(other), world.state("umbrella")) == (before, umbrella), step
         assert response.status_code != 500, (step, response.text)
