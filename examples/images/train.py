@@ -156,9 +156,9 @@ class Training:
         defaults = {"size": SIDE, "max_sequence_length": TEXT_TOKENS}
         (folder / DEFAULTS_NAME).write_text(json.dumps(defaults) + "\n")
         # diffusers writes a setting that it does not expect when it reads the file.
-        config = json.loads((folder / "vae" / "config.json").read_text())
-        del config["block_out_channels"]
-        (folder / "vae" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _drop(folder / "vae" / "config.json", "block_out_channels")
+        # Where it was read from before.
+        _drop(folder / "transformer" / "config.json", "_name_or_path")
 
     def load(self) -> bool:
         """Read the pipeline where the folder has it."""
@@ -214,6 +214,13 @@ def kohya(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             renamed[f"{layer}.lora_up.weight"] = tensor * 2
     return renamed
+
+
+def _drop(file: Path, name: str) -> None:
+    """Removes an entry of a JSON file, if it is there."""
+    entries = json.loads(file.read_text())
+    entries.pop(name, None)
+    file.write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def main() -> None:
