@@ -431,10 +431,15 @@ def run_rounds(world: World, outcomes: Outcomes, num_rounds: int) -> list[tuple[
 
 def check_end(world: World) -> None:
     with client_of(world.server) as client:
-        deep = client.get("/health", params={"deep": "1"})
-        assert deep.status_code == 200, deep.text
-        stats = client.get("/v1/stats").json()
-        assert (stats["running"], stats["waiting"]) == (0, 0)
+        # A stopped engine may be noticed after the last answers: then it is replaced.
+        deadline = time.monotonic() + HEAL_S
+        while True:
+            deep = client.get("/health", params={"deep": "1"})
+            stats = client.get("/v1/stats").json()
+            if deep.status_code == 200 and (stats["running"], stats["waiting"]) == (0, 0):
+                break
+            assert time.monotonic() < deadline, (deep.text, stats)
+            time.sleep(0.05)
     assert len(world.server.engine_pids) == 1
     log = world.server.log.read_text()
     assert "AssertionError" not in log, "a check of the engine's pages failed"
