@@ -69,7 +69,8 @@ class ImageEngine:
             loads=loads or InlineExecutor(),
         )
         self._leases = AdapterLeases(self.memory)
-        self._planner = Planner(limits or PlanLimits())
+        self._limits = limits or PlanLimits()
+        self._planner = Planner(self._limits)
         self._jobs: dict[str, Job] = {}
         self._facts: dict[str, ImageFacts] = {}
         self._removed: set[str] = set()
@@ -78,6 +79,26 @@ class ImageEngine:
         self.num_forwards = 0
         self.num_pauses = 0
         self.forwards = ForwardCounts()
+
+    def warm_up(self) -> None:
+        """Compiles kernels and draws the largest forward on a GPU, so that no image waits for it.
+
+        The memory that it takes stays with this process: an engine that starts later on the same
+        GPU counts it as used.
+        """
+        if self.family.device.type == "cpu":
+            return
+        for lora in self._lora.values():
+            lora.warm_up()
+        side = self.family.default_size
+        one = ImageRequest(request_id="", prompt="-", width=side, height=side, steps=1, seed=0)
+        for number in range(self._limits.num_images(self._num_tokens(one))):
+            self.add(msgspec.structs.replace(one, request_id=f"warm-up {number}"))
+        while self.has_work:
+            for event in self.step():
+                if event.error is not None:
+                    raise event.error
+        self.num_forwards, self.forwards = 0, ForwardCounts()
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -150,8 +171,11 @@ class ImageEngine:
         facts.tier_found = None if tier is None else str(tier)
         self._jobs[request_id] = Job(request)
         self._facts[request_id] = facts
-        tokens = family.num_tokens(request) * (2 if family.is_guided(request) else 1)
-        self._planner.add(request, family.batch_key(request), tokens)
+        self._planner.add(request, family.batch_key(request), self._num_tokens(request))
+
+    def _num_tokens(self, request: ImageRequest) -> int:
+        """Image tokens of all rows of a request in one forward."""
+        return self.family.num_tokens(request) * (2 if self.family.is_guided(request) else 1)
 
     def abort(self, request_id: str) -> None:
         """Ends an image before the next step, if it has not ended already."""
