@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -33,6 +34,9 @@ from loramux.image_backend import ImageAdapterCard
 from loramux.memory.tiers import AdapterState
 from loramux.types.image import ImageRequest
 from loramux.types.request import BASE_SELECTION, Selection
+
+if TYPE_CHECKING:
+    from loramux.diffusion.forward_graphs import ForwardGraphs
 
 PROMPT_CACHE_BYTES = 256 * 2**20
 # Limits of what one step does beside the forward, so that other images wait for one step at most.
@@ -68,6 +72,7 @@ class ImageEngine:
             device=self.family.device,
             loads=loads or InlineExecutor(),
         )
+        self._graphs = self._make_graphs(self.family.denoiser)
         self._leases = AdapterLeases(self.memory)
         self._limits = limits or PlanLimits()
         self._planner = Planner(self._limits)
@@ -99,6 +104,21 @@ class ImageEngine:
                 if event.error is not None:
                     raise event.error
         self.num_forwards, self.forwards = 0, ForwardCounts()
+
+    def _make_graphs(self, component: str) -> ForwardGraphs | None:
+        """Returns the CUDA graphs of a component; None on a CPU."""
+        tables = self._lora[component].tables
+        if tables is None:
+            return None
+        # Imported here, as it needs Triton.
+        from loramux.diffusion.forward_graphs import ForwardGraphs
+
+        return ForwardGraphs(self.net, tables)
+
+    @property
+    def num_replays(self) -> int:
+        """Returns the number of forwards that were replays of a CUDA graph."""
+        return 0 if self._graphs is None else self._graphs.num_replays
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -384,7 +404,8 @@ class ImageEngine:
         rows = [row for job in jobs for row in job.rows()]
         selections = [row.sampling.request.selection for row in rows]
         self._lora[family.denoiser].set_rows(selections, family.token_ranges(rows))
-        predictions = iter(family.forward(rows))
+        with contextlib.nullcontext() if self._graphs is None else self._graphs.replaying():
+            predictions = iter(family.forward(rows))
         self.num_forwards += 1
         self.forwards.add(selections)
         guided = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -41,12 +42,29 @@ class _Matrices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Step:
+class Step:
     """The tables of one sequence of selections."""
 
-    terms: dict[str, RowTerms]
-    """Module path -> the terms of its rows; without one, no row changes there."""
+    places: Tensor
+    """int64 [modules, rows, terms, 3]"""
+    weights: Tensor
+    """float32 [rows, terms]"""
+    kinds: np.ndarray[Any, np.dtype[np.int64]]
+    """[modules]: the largest rank, rounded up, and 1 more if a matrix is not aligned; 0: none."""
+    terms: Mapping[str, RowTerms]
+    """Module path -> its part of the tables; without one, no row changes there."""
     others: frozenset[str]
+    """Modules whose deltas the kernels cannot add."""
+
+    @property
+    def layout(self) -> Hashable:
+        """Steps of one layout launch the same kernels."""
+        return self.places.shape, self.kinds.tobytes()
+
+    def copy_from(self, step: Step) -> None:
+        """Takes over the adapters of a step of the same layout."""
+        self.places.copy_(step.places)
+        self.weights.copy_(step.weights)
 
 
 class RowTables:
@@ -60,8 +78,8 @@ class RowTables:
         ]
         self._index = {path: number for number, path in enumerate(self._linears)}
         self._adapters: dict[str, _Matrices] = {}
-        self._steps: dict[tuple[Selection, ...], _Step] = {}
-        self._step = _Step({}, frozenset())
+        self._steps: dict[tuple[Selection, ...], Step] = {}
+        self._step = self._make_step(())
         self._ranges: TokenRanges = {}
         self._tokens: dict[tuple[tuple[int, int], ...], RowTokens] = {}
 
@@ -94,6 +112,25 @@ class RowTables:
             step = self._steps[key] = self._make_step(key)
         self._step, self._ranges = step, ranges
 
+    @property
+    def step(self) -> Step | None:
+        """The tables of the next forward, if they say all about it."""
+        return None if self._ranges or self._step.others else self._step
+
+    @contextlib.contextmanager
+    def using(self, step: Step) -> Iterator[None]:
+        """Lets forwards take other tables."""
+        kept, self._step = self._step, step
+        try:
+            yield
+        finally:
+            self._step = kept
+
+    def copy_of(self, step: Step) -> Step:
+        """Returns tables of the same layout with memory of their own."""
+        places, weights = step.places.clone(), step.weights.clone()
+        return self._step_of(places, weights, step.kinds, step.others)
+
     def add_deltas(self, path: str, x: Tensor, y: Tensor) -> bool:
         """Adds the deltas of one module to its output; returns False if the kernels cannot."""
         if path in self._step.others or not y.is_contiguous():
@@ -118,10 +155,8 @@ class RowTables:
             add_deltas(x, y, RowTerms(places, weights, ranks, is_aligned=True))
             ranks *= 2
 
-    def _make_step(self, selections: Sequence[Selection]) -> _Step:
+    def _make_step(self, selections: Sequence[Selection]) -> Step:
         num_terms = max(map(len, selections), default=0)
-        if num_terms == 0:
-            return _Step({}, frozenset())
         num_modules = len(self._linears)
         places = np.zeros((num_modules, len(selections), num_terms, WORDS), dtype=np.int64)
         weights = np.zeros((len(selections), num_terms), dtype=np.float32)
@@ -136,18 +171,28 @@ class RowTables:
                     places[:, row, term] = found.places
                     is_aligned &= found.is_aligned
                     others |= found.others
-        ranks = places[..., 2].max(axis=(1, 2))
-        on_device = torch.from_numpy(places).to(self._device)
-        weights_there = torch.from_numpy(weights).to(self._device)
-        return _Step(
-            {
-                self._linears[index]: RowTerms(
-                    on_device[index], weights_there, int(ranks[index]), bool(is_aligned[index])
-                )
-                for index in ranks.nonzero()[0].tolist()
-            },
+        ranks = places[..., 2].max(axis=(1, 2), initial=0)
+        return self._step_of(
+            torch.from_numpy(places).to(self._device),
+            torch.from_numpy(weights).to(self._device),
+            _round_up(ranks) + ((ranks > 0) & ~is_aligned),
             frozenset(others),
         )
+
+    def _step_of(
+        self,
+        places: Tensor,
+        weights: Tensor,
+        kinds: np.ndarray[Any, np.dtype[np.int64]],
+        others: frozenset[str],
+    ) -> Step:
+        terms = {
+            self._linears[index]: RowTerms(
+                places[index], weights, int(kinds[index]) // 2 * 2, is_aligned=kinds[index] % 2 == 0
+            )
+            for index in kinds.nonzero()[0].tolist()
+        }
+        return Step(places, weights, kinds, terms, others)
 
     def _tokens_of(self, ranges: tuple[tuple[int, int], ...]) -> RowTokens:
         found = self._tokens.get(ranges)
@@ -160,6 +205,14 @@ class RowTables:
             most = max(stop - start for start, stop in ranges)
             found = self._tokens[ranges] = RowTokens(on_device, most)
         return found
+
+
+def _round_up(ranks: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Rounds ranks up to those that the kernels compute anyway, so that fewer layouts differ."""
+    powers = 2 ** np.ceil(np.log2(np.maximum(ranks, MIN_RANKS))).astype(np.int64)
+    multiples = -(-ranks // MAX_RANKS) * MAX_RANKS
+    rounded = np.where(ranks <= MAX_RANKS, powers, multiples)
+    return np.where(ranks > 0, rounded, 0)
 
 
 def _is_aligned(pair: LowRank) -> bool:

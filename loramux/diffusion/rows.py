@@ -93,6 +93,11 @@ class RowLora:
         if self._tables is not None:
             self._tables.set_rows(selections, self._ranges)
 
+    @property
+    def tables(self) -> RowTables | None:
+        """The adapters as tables on a GPU; None on a CPU."""
+        return self._tables
+
     def warm_up(self) -> None:
         """Compiles what forwards need, so that no image waits for it."""
         if self._tables is not None:

@@ -35,6 +35,7 @@ class RowTerms:
     weights: Tensor
     """float32 [rows, terms]"""
     max_rank: int
+    """None is larger."""
     is_aligned: bool
     """Whether each row of all matrices begins at a multiple of 16 bytes."""
 
