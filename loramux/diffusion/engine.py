@@ -106,9 +106,9 @@ class ImageEngine:
         self.num_forwards, self.forwards = 0, ForwardCounts()
 
     def _make_graphs(self, component: str) -> ForwardGraphs | None:
-        """Returns the CUDA graphs of a component; None on a CPU."""
+        """Returns the CUDA graphs of a component; None on a CPU, and for a family without them."""
         tables = self._lora[component].tables
-        if tables is None:
+        if tables is None or not self.family.has_graphs:
             return None
         # Imported here, as it needs Triton.
         from loramux.diffusion.forward_graphs import ForwardGraphs

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from loramux.diffusion.row_tables import RowTables, Step
-from loramux.memory.device import GraphMaker, release_cached
+from loramux.memory.device import GraphMaker, release_cached, wait_for
 
 # A capture costs two forwards, and a shape that is seen so often comes again.
 _RUNS_BEFORE_CAPTURE = 3
@@ -102,7 +102,9 @@ class ForwardGraphs:
         leaves: list[Any],
         spec: pytree.TreeSpec,
     ) -> _Graph | None:
-        """Captures a forward; returns None, for ever, if it does what a graph cannot have."""
+        """Captures a forward; returns None, for ever, if there is no memory for it."""
+        # A graph is not freed while it runs.
+        wait_for(self._device)
         while len(self._graphs) >= _MAX_GRAPHS:
             self._graphs.popitem(last=False)
         step = self._tables.step

@@ -188,7 +188,10 @@ class RowTables:
     ) -> Step:
         terms = {
             self._linears[index]: RowTerms(
-                places[index], weights, int(kinds[index]) // 2 * 2, is_aligned=kinds[index] % 2 == 0
+                places[index],
+                weights,
+                int(kinds[index]) // 2 * 2,
+                is_aligned=bool(kinds[index] % 2 == 0),
             )
             for index in kinds.nonzero()[0].tolist()
         }

@@ -94,17 +94,18 @@ def test_a_row_keeps_its_bits_beside_one_that_is_not_finite() -> None:
     assert not torch.isfinite(hostile[0]).any()
 
 
-def test_inputs_may_be_parts_of_longer_sequences_and_single_vectors() -> None:
+def test_inputs_may_be_parts_of_others_in_any_order() -> None:
     rows = rows_of()
     whole = normal(len(rows), 50, IN)
-    for x in (whole[:, 20:45], whole[:, 3]):
+    channels_first = normal(len(rows), IN, 3, 2).permute(0, 2, 3, 1)
+    vector = normal(1, IN).expand(len(rows), IN)
+    for x in (whole[:, 20:45], whole[:, 3], channels_first, channels_first.flatten(1, 2), vector):
         before = normal(*x.shape[:-1], OUT)
         y = before.clone()
         add_deltas(x, y, terms_of(rows))
         for row, terms in enumerate(rows):
-            assert torch.allclose(
-                y[row].double(), expected(x[row], before[row], terms), atol=1e-4, rtol=0
-            )
+            wanted = expected(x[row], before[row], terms)
+            assert torch.allclose(y[row].double(), wanted, atol=1e-4, rtol=0)
 
 
 def test_rows_may_be_ranges_of_one_sequence() -> None:

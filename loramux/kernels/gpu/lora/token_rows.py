@@ -56,6 +56,8 @@ def add_deltas(x: Tensor, y: Tensor, terms: RowTerms, tokens: RowTokens | None =
     x [rows, tokens, in] or [rows, in], y likewise [.., out]; with `tokens` [all tokens, in].
     """
     num_rows, num_terms = terms.weights.shape
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     if tokens is None:
         x, y = x.reshape(num_rows, -1, x.shape[-1]), y.view(num_rows, -1, y.shape[-1])
         most = x.shape[1]
