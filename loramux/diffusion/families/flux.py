@@ -25,9 +25,9 @@ from loramux.types.image import ImageRequest
 class Flux(FlowFamily):
     name = "flux"
     pipeline_class = "FluxPipeline"
+    has_graphs = True
     text_encoders = ("text_encoder", "text_encoder_2")
     guidance_name = "true_cfg_scale"
-    has_graphs = True
     takes_image = True
 
     def check_pipeline(self) -> None:

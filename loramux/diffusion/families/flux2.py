@@ -25,6 +25,7 @@ from loramux.types.image import ImageRequest
 class Flux2Klein(FlowFamily):
     name = "flux2-klein"
     pipeline_class = "Flux2KleinPipeline"
+    has_graphs = True
     default_steps = 50
     default_guidance = 4.0
 

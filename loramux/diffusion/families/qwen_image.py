@@ -26,6 +26,7 @@ from loramux.types.image import ImageRequest
 class QwenImage(FlowFamily):
     name = "qwen-image"
     pipeline_class = "QwenImagePipeline"
+    has_graphs = True
     default_steps = 50
     default_guidance = 1.0
     guidance_name = "true_cfg_scale"

@@ -24,6 +24,7 @@ from loramux.types.image import ImageRequest
 class StableDiffusion3(FlowFamily):
     name = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
+    has_graphs = True
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_guidance = 7.0
     default_length = 256

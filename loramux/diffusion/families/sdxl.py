@@ -27,13 +27,13 @@ from loramux.types.image import ImageRequest
 class Sdxl(Family):
     name = "sdxl"
     pipeline_class = "StableDiffusionXLPipeline"
+    has_graphs = True
     denoiser = "unet"
     text_encoders = ("text_encoder", "text_encoder_2")
     default_steps = 30
     default_guidance = 5.0
     default_length = 77
     needs_equal_text = False
-    has_graphs = True
     takes_image = True
     draws_masked_image = True
 

@@ -26,6 +26,7 @@ from loramux.types.image import ImageRequest
 class Wan(Family):
     name = "wan"
     pipeline_class = "WanPipeline"
+    has_graphs = True
     default_steps = 50
     default_guidance = 5.0
 
