@@ -218,7 +218,7 @@ class Steps:
 
     def _free_pages(self) -> list[int]:
         pages = self._world.engine.pages
-        found = pages.allocate(("check", 0), pages.num_free)
+        found = pages.allocate(("kv", 0), pages.num_free)
         assert found is not None
         self._world.engine.memory.pool.storage[found] = torch.nan
         return sorted(found)
