@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -140,6 +141,8 @@ def make_pipeline(shapes: str, device: str, dtype: torch.dtype) -> Any:
             pipe = SHAPES[shapes]()
     finally:
         torch.set_default_dtype(kept)
+    # Made again on the CPU, where diffusers keeps the tables of a sampler.
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -223,8 +226,15 @@ def measure(engine: ImageEngine, args: argparse.Namespace) -> Table:
     return rows
 
 
+def quiet() -> None:
+    """Leaves out what diffusers and PEFT say about each adapter."""
+    diffusers.utils.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")
+
+
 def compare_stock(pipe: Any, tensors: Sequence[dict[str, Tensor]], rows: Table, args: Any) -> None:
     """Adds the seconds per image of diffusers, which switches between images."""
+    quiet()
     for number, given in enumerate(tensors):
         pipe.load_lora_weights(dict(given), adapter_name=f"adapter-{number}")
     for row in rows:

@@ -52,6 +52,7 @@ def engine_options(config: ServeConfig) -> ImageEngineOptions:
     assert images.image_model is not None
     return ImageEngineOptions(
         model=Path(images.image_model),
+        device=config.engine.device,
         served_name=next(iter(image_base_names(config)), None),
         limits=PlanLimits(
             max_tokens=images.max_image_tokens, batching=cast("Batching", images.batching)

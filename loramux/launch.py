@@ -173,9 +173,7 @@ async def _serve(
         check_exposure(config, listener, authenticator)
         async with contextlib.AsyncExitStack() as stack:
             text, images = None, None
-            if config.serves_text:
-                running = _running_text(config, registry, sources, progress, worker)
-                text = await stack.enter_async_context(running)
+            # Before the language model, whose page pool takes the rest of the memory of a GPU.
             if config.images.image_model is not None:
                 # Imported here, as it needs diffusers.
                 from loramux.image_launch import running_images
@@ -183,6 +181,9 @@ async def _serve(
                 images = await stack.enter_async_context(
                     running_images(config, registry, sources, progress)
                 )
+            if config.serves_text:
+                running = _running_text(config, registry, sources, progress, worker)
+                text = await stack.enter_async_context(running)
             models = list(_ready_models(config, text, images, registry))
             options = server_options(config, sources=sources, base_name=models[0].base_name)
             app = create_app(

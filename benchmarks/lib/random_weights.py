@@ -21,8 +21,8 @@ from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.packed.paged import OCTET, RankBlockLayout, fp12_elements
 from loramux.config.engine import EngineConfig, ResolvedConfig
 from loramux.config.fields import AUTO
+from loramux.device_choice import choose_device, resolve_config
 from loramux.engine.build import build_engine
-from loramux.engine.device_choice import choose_device, resolve_config
 from loramux.engine.engine import Engine
 from loramux.memory.device import host_buffer
 from loramux.memory.host_memory import total_memory_bytes

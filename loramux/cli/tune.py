@@ -62,7 +62,7 @@ def write_table(
     # Imported here: torch slows down `--help`.
     import torch
 
-    from loramux.engine.device_choice import choose_device
+    from loramux.device_choice import choose_device
     from loramux.models.architectures import parse_config
     from loramux.models.folder import read_any_config
     from loramux.models.locate import locate_model

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -34,6 +35,9 @@ from loramux.memory.tiers import AdapterState
 from loramux.types.composition import SumPart, check_alone
 from loramux.types.image import ImageRequest
 from loramux.types.request import BASE_SELECTION, Selection
+
+if TYPE_CHECKING:
+    from loramux.diffusion.forward_graphs import ForwardGraphs
 
 PROMPT_CACHE_BYTES = 256 * 2**20
 # Limits of what one step does beside the forward, so that other images wait for one step at most.
@@ -69,8 +73,10 @@ class ImageEngine:
             device=self.family.device,
             loads=loads or InlineExecutor(),
         )
+        self._graphs = self._make_graphs(self.family.denoiser)
         self._leases = AdapterLeases(self.memory)
-        self._planner = Planner(limits or PlanLimits())
+        self._limits = limits or PlanLimits()
+        self._planner = Planner(self._limits)
         self._jobs: dict[str, Job] = {}
         self._facts: dict[str, ImageFacts] = {}
         self._removed: set[str] = set()
@@ -79,6 +85,41 @@ class ImageEngine:
         self.num_forwards = 0
         self.num_pauses = 0
         self.forwards = ForwardCounts()
+
+    def warm_up(self) -> None:
+        """Compiles kernels and draws the largest forward on a GPU, so that no image waits for it.
+
+        The memory that it takes stays with this process: an engine that starts later on the same
+        GPU counts it as used.
+        """
+        if self.family.device.type == "cpu":
+            return
+        for lora in self._lora.values():
+            lora.warm_up()
+        side = self.family.default_size
+        one = ImageRequest(request_id="", prompt="-", width=side, height=side, steps=1, seed=0)
+        for number in range(self._limits.num_images(self._num_tokens(one))):
+            self.add(msgspec.structs.replace(one, request_id=f"warm-up {number}"))
+        while self.has_work:
+            for event in self.step():
+                if event.error is not None:
+                    raise event.error
+        self.num_forwards, self.forwards = 0, ForwardCounts()
+
+    def _make_graphs(self, component: str) -> ForwardGraphs | None:
+        """Returns the CUDA graphs of a component; None on a CPU, and for a family without them."""
+        tables = self._lora[component].tables
+        if tables is None or not self.family.has_graphs:
+            return None
+        # Imported here, as it needs Triton.
+        from loramux.diffusion.forward_graphs import ForwardGraphs
+
+        return ForwardGraphs(self.net, tables)
+
+    @property
+    def num_replays(self) -> int:
+        """Returns the number of forwards that were replays of a CUDA graph."""
+        return 0 if self._graphs is None else self._graphs.num_replays
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -153,8 +194,11 @@ class ImageEngine:
         facts.tier_found = None if tier is None else str(tier)
         self._jobs[request_id] = Job(request)
         self._facts[request_id] = facts
-        tokens = family.num_tokens(request) * (2 if family.is_guided(request) else 1)
-        self._planner.add(request, family.batch_key(request), tokens)
+        self._planner.add(request, family.batch_key(request), self._num_tokens(request))
+
+    def _num_tokens(self, request: ImageRequest) -> int:
+        """Image tokens of all rows of a request in one forward."""
+        return self.family.num_tokens(request) * (2 if self.family.is_guided(request) else 1)
 
     def abort(self, request_id: str) -> None:
         """Ends an image before the next step, if it has not ended already."""
@@ -363,7 +407,8 @@ class ImageEngine:
         rows = [row for job in jobs for row in job.rows()]
         selections = [row.sampling.request.selection for row in rows]
         self._lora[family.denoiser].set_rows(selections, family.token_ranges(rows))
-        predictions = iter(family.forward(rows))
+        with contextlib.nullcontext() if self._graphs is None else self._graphs.replaying():
+            predictions = iter(family.forward(rows))
         self.num_forwards += 1
         self.forwards.add(selections)
         guided = []

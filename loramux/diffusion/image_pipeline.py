@@ -13,7 +13,9 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from loramux.config.fields import AUTO
 from loramux.config.images import MAX_IMAGE_TOKENS
+from loramux.device_choice import choose_device
 from loramux.diffusion.digest import pipeline_digest, pixel_digest, to_bytes
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.events import ImageEvent, ImageFacts
@@ -102,13 +104,13 @@ class ImagePipeline:
         self,
         model: str | Path,
         *,
-        dtype: str = "auto",
-        device: str = "cpu",
+        dtype: str = AUTO,
+        device: str = AUTO,
         max_image_tokens: int = MAX_IMAGE_TOKENS,
         batching: Batching = "mixed",
     ) -> None:
-        """`model`: a folder that diffusers saved."""
-        pipe = load_pipeline(Path(model), dtype=dtype, device=device)
+        """`model`: a folder that diffusers saved; `device`: auto, cpu, cuda or cuda:N."""
+        pipe = load_pipeline(Path(model), dtype=dtype, device=choose_device(device).device)
         self._open(pipe, PlanLimits(max_tokens=max_image_tokens, batching=batching))
 
     @classmethod

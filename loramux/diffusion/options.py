@@ -19,7 +19,8 @@ class ImageEngineOptions:
     model: Path
     served_name: str | None = None
     dtype: str = AUTO
-    device: str = "cpu"
+    device: str = AUTO
+    """auto, cpu, cuda or cuda:N"""
     limits: PlanLimits = PlanLimits()
     max_open: int = MAX_OPEN
     """Images that run or wait; more are refused."""

@@ -21,6 +21,10 @@ class PlanLimits:
     batching: Batching = "mixed"
     """`bucket`: all images of a forward have one selection of adapters."""
 
+    def num_images(self, tokens: int) -> int:
+        """Returns how many images of this many tokens the largest forward has."""
+        return min(max(self.max_tokens // tokens, 1), self.max_images)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from loramux.diffusion.dora import add_dora
 from loramux.diffusion.families.base import TokenRanges
 from loramux.diffusion.targets import Target
 from loramux.types.request import BASE_SELECTION, Selection
+
+if TYPE_CHECKING:
+    from loramux.diffusion.row_tables import RowTables
 
 _Terms = tuple[tuple[LowRank, float], ...]
 
@@ -38,6 +42,7 @@ class RowLora:
 
     def __init__(self, net: nn.Module) -> None:
         self._net = net
+        self._tables = _tables_of(net)
         self._adapters: dict[str, Modules] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         self._num_users: Counter[str] = Counter()
@@ -54,6 +59,8 @@ class RowLora:
         self._adapters[cid] = {
             path: pair.to(like.device, like.dtype) for path, pair in modules.items()
         }
+        if self._tables is not None:
+            self._tables.add(cid, self._adapters[cid])
         for path in modules:
             self._num_users[path] += 1
             if path not in self._hooks:
@@ -61,6 +68,8 @@ class RowLora:
                 self._hooks[path] = module.register_forward_hook(self._hook_of(path))
 
     def remove(self, cid: str) -> None:
+        if self._tables is not None:
+            self._tables.remove(cid)
         for path in self._adapters.pop(cid, {}):
             self._num_users[path] -= 1
             if not self._num_users[path]:
@@ -82,6 +91,18 @@ class RowLora:
                 spans.append(_Span(start, stop, selection))
             start = stop
         self._spans = tuple(spans)
+        if self._tables is not None:
+            self._tables.set_rows(selections, self._ranges)
+
+    @property
+    def tables(self) -> RowTables | None:
+        """The adapters as tables on a GPU; None on a CPU."""
+        return self._tables
+
+    def warm_up(self) -> None:
+        """Compiles what forwards need, so that no image waits for it."""
+        if self._tables is not None:
+            self._tables.warm_up()
 
     def set_all(self, selection: Selection) -> None:
         """Sets one selection for all rows, however many there are."""
@@ -91,6 +112,10 @@ class RowLora:
 
     def _hook_of(self, path: str) -> Callable[[Any, tuple[Tensor, ...], Tensor], None]:
         def add_deltas(module: Target, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if self._tables is not None and self._num_rows is not None:
+                self._check_rows(path, inputs[0])
+                if self._tables.add_deltas(path, inputs[0], output):
+                    return
             for span in self._spans:
                 terms = self._terms(path, span.selection)
                 if terms:
@@ -110,15 +135,30 @@ class RowLora:
 
     def _place(self, path: str, span: _Span, inputs: Tensor) -> tuple[int, int]:
         """Returns the part of the first dimension that has the rows of the span."""
-        first = inputs.shape[0]
         if self._num_rows is None:
-            return 0, first
+            return 0, inputs.shape[0]
+        self._check_rows(path, inputs)
         ranges = self._ranges.get(path)
-        if ranges is not None:
+        if ranges is None:
+            return span.start, span.stop
+        return ranges[span.start][0], ranges[span.stop - 1][1]
+
+    def _check_rows(self, path: str, inputs: Tensor) -> None:
+        first, ranges = inputs.shape[0], self._ranges.get(path)
+        if ranges is None:
+            assert first == self._num_rows, f"{path} has {first} rows, not {self._num_rows}"
+        else:
             assert ranges[-1][1] == first, f"{path} has {first} tokens, not {ranges[-1][1]}"
-            return ranges[span.start][0], ranges[span.stop - 1][1]
-        assert first == self._num_rows, f"{path} has {first} rows, not {self._num_rows}"
-        return span.start, span.stop
+
+
+def _tables_of(net: nn.Module) -> RowTables | None:
+    """The tables for the GPU kernels; LORAMUX_KERNELS=triton interprets these, for tests."""
+    if not next(net.parameters()).is_cuda and os.environ.get("LORAMUX_KERNELS") != "triton":
+        return None
+    # Imported here, as it needs Triton.
+    from loramux.diffusion.row_tables import RowTables
+
+    return RowTables(net)
 
 
 def _add(module: Target, x: Tensor, y: Tensor, terms: _Terms) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ from typing import cast
 import diffusers
 import transformers
 
+from loramux.device_choice import choose_device
 from loramux.diffusion.catalog import ReadAdapter
 from loramux.diffusion.digest import pipeline_digest
 from loramux.diffusion.engine import ImageEngine
@@ -57,6 +59,7 @@ from loramux.worker.messages import (
     encode_error,
 )
 
+_log = logging.getLogger(__name__)
 _STATS_INTERVAL_S = 0.2
 _NUM_READERS = 2
 _NUM_LOADERS = 2
@@ -330,7 +333,10 @@ def serve(connection: socket.socket) -> int:
 
 def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
     began = time.monotonic()
-    pipe = load_pipeline(options.model, dtype=options.dtype, device=options.device)
+    choice = choose_device(options.device)
+    if choice.reason is not None:
+        _log.warning("The image model is on the CPU, not on the GPU: %s", choice.reason)
+    pipe = load_pipeline(options.model, dtype=options.dtype, device=choice.device)
     loaded = time.monotonic()
     memory = MemoryOptions(
         device_bytes=options.adapter_memory_bytes,
@@ -341,6 +347,8 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
     )
     loads = ThreadPoolExecutor(_NUM_LOADERS, thread_name_prefix="loader")
     engine = ImageEngine(pipe, options.limits, memory=memory, loads=loads)
+    engine.warm_up()
+    warm = time.monotonic()
     family, pages = engine.family, engine.memory.tier.pages
     disk = engine.memory.tiers.disk
     digest = pipeline_digest(pipe)
@@ -350,7 +358,8 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
         digest=digest,
         family=family.name,
         dtype=str(family.dtype).removeprefix("torch."),
-        device=str(family.device),
+        device=choice.device,
+        gpu_name=choice.gpu_name,
         pool_bytes=pages.num_pages * memory.page_bytes,
         num_pages=pages.num_pages,
         max_sequences=options.limits.max_images,
@@ -363,7 +372,11 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
         takes_guidance=family.takes_guidance,
         takes_true_cfg=family.guidance_name == "true_cfg_scale",
         samplers=engine.samplers.names,
-        start_seconds={"load": loaded - began, "digest": time.monotonic() - loaded},
+        start_seconds={
+            "load": loaded - began,
+            "warm-up": warm - loaded,
+            "digest": time.monotonic() - warm,
+        },
     )
     return engine, card
 

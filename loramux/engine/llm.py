@@ -11,9 +11,9 @@ from tqdm.std import tqdm
 
 from loramux.backend import failure_of
 from loramux.config.engine import EngineConfig
+from loramux.device_choice import resolve_config
 from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.build import build_engine, load_base
-from loramux.engine.device_choice import resolve_config
 from loramux.engine.gc_control import FullCollections
 from loramux.engine.grammar.constraints import OWN_VOCABULARY
 from loramux.engine.outputs import OutputCollector

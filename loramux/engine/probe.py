@@ -8,8 +8,8 @@ import torch
 
 from loramux.adapters.peft.parts import BaseWeights
 from loramux.config.engine import EngineConfig
+from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine, load_base
-from loramux.engine.device_choice import resolve_config
 from loramux.engine.engine import Engine
 from loramux.models.architectures import DecoderConfig
 from loramux.models.base_weights import DecoderWeights

@@ -19,8 +19,8 @@ from typing import cast
 from loramux.adapters.catalog import IdentifiedAdapter
 from loramux.backend import ModelCard
 from loramux.config.engine import EngineConfig, ResolvedConfig
+from loramux.device_choice import DeviceChoice, resolve_config
 from loramux.engine.build import build_engine, load_base
-from loramux.engine.device_choice import DeviceChoice, resolve_config
 from loramux.engine.engine import Engine
 from loramux.engine.gc_control import FullCollections
 from loramux.engine.messages import Add, Command, Events, Finish, Identify, ListPages, Start

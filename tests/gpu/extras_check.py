@@ -26,8 +26,8 @@ from benchmarks.lib.random_weights import SHAPES, random_model
 from benchmarks.lib.report import Section, Table, names, parse_arguments, start_report
 from loramux.adapters.packed.extras import ExtraSpec
 from loramux.config.engine import EngineConfig
+from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine
-from loramux.engine.device_choice import resolve_config
 from loramux.engine.engine import Engine
 from loramux.kernels.gpu.extras import ops
 from loramux.kernels.gpu.extras.tables import PROJECTIONS, VECTORS_PER_LAYER, ReplacedOutputs

@@ -25,6 +25,7 @@ from loramux.kernels.gpu.attention import ops as attention
 from loramux.kernels.gpu.attention import split_kv
 from loramux.kernels.gpu.attention.split_kv import Partition
 from loramux.kernels.gpu.gemm import small_m, swiglu
+from loramux.kernels.gpu.lora.token_rows import WORDS, RowTerms, add_deltas
 from loramux.kernels.ops import (
     ACTIVATIONS,
     AttendArgs,
@@ -64,7 +65,7 @@ def check_all() -> Errors:
     for dtype in DTYPES:
         jobs += [(check_attention, dtype, shape) for shape in SHAPES]
         jobs += [(check_decode_graph, dtype, shape) for shape in SHAPES]
-        jobs += [(check_elementwise, dtype), (check_gemm, dtype)]
+        jobs += [(check_elementwise, dtype), (check_gemm, dtype), (check_token_rows, dtype)]
     worst: Errors = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(*job) for job in jobs]:
@@ -231,6 +232,40 @@ def check_gemm(dtype: torch.dtype) -> Errors:
                     expected = elementwise_reference.linear_swiglu(x, weight, activation)
                     found = swiglu.linear_swiglu(x, weight, activation)
                     add(errors, f"SwiGLU GEMM, {activation}", found, expected)
+    return errors
+
+
+def check_token_rows(dtype: torch.dtype) -> Errors:
+    """Rows of an image model: the base, single adapters, a sum; odd and large ranks and widths."""
+    errors: Errors = {}
+    g = torch.Generator(DEVICE).manual_seed(5)
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device=DEVICE, generator=g) * scale).to(dtype)
+
+    for num_tokens, wide, out in (
+        (1, 768, 3072),
+        (77, 2048, 640),
+        (1536, 3072, 3072),
+        (300, 70, 90),
+    ):
+        pairs = [
+            (random(r, wide, scale=wide**-0.5), random(out, r, scale=r**-0.5)) for r in (16, 3, 130)
+        ]
+        rows: list[list[tuple[int, float]]] = [[], [(0, 1.0)], [(2, -0.7)], [(1, 0.5), (2, 1.25)]]
+        places = torch.zeros(len(rows), 2, WORDS, dtype=torch.int64)
+        weights = torch.zeros(len(rows), 2)
+        x, y = random(len(rows), num_tokens + 5, wide)[:, 5:], random(len(rows), num_tokens, out)
+        expected = y.double()
+        for row, terms in enumerate(rows):
+            for term, (number, weight) in enumerate(terms):
+                a, b = pairs[number]
+                places[row, term] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a)])
+                weights[row, term] = weight
+                expected[row] += weight * (x[row].double() @ a.double().T) @ b.double().T
+        table = RowTerms(places.to(DEVICE), weights.to(DEVICE), 130, is_aligned=False)
+        add_deltas(x, y, table)
+        add(errors, "token rows", y, expected)
     return errors
 
 

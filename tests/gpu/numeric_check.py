@@ -37,8 +37,8 @@ from benchmarks.lib.random_weights import PROJECTIONS, SHAPES, random_model
 from benchmarks.lib.report import Section, Table, names, parse_arguments, start_report
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.config.engine import EngineConfig
+from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine
-from loramux.engine.device_choice import resolve_config
 from loramux.engine.engine import Engine
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel

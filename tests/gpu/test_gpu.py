@@ -1,8 +1,8 @@
 """The GPU checks as tests: the engine and every kernel against the torch reference.
 
 Without pytest the same checks run as programs: `python -m tests.gpu.engine_check`,
-`python -m tests.gpu.reference_check`, `python -m tests.gpu.kernel_check` and
-`python -m tests.gpu.numeric_check`.
+`python -m tests.gpu.reference_check`, `python -m tests.gpu.kernel_check`,
+`python -m tests.gpu.numeric_check` and `python -m tests.gpu.images_check`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,15 @@ def test_rows_beside_an_adapter_that_overflows_keep_their_bits(tmp_path: Path) -
     scale = numeric_check.Scale(engine_check.SMALL.shape, "bfloat16", "cuda")
     assert numeric_check.is_right(numeric_check.check_rows(scale, tmp_path / "rows"))
     assert numeric_check.is_right(numeric_check.check_requests(scale, tmp_path / "requests"))
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_images_are_those_of_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers", reason="needs diffusers")
+    from tests.gpu import images_check
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert images_check.is_right(images_check.check_family(name))
 
 
 @pytest.mark.slow

@@ -84,6 +84,8 @@ class Family(ABC):
     """Whether requests may set guidance_scale."""
     needs_equal_text: ClassVar[bool] = True
     """Whether the rows of one forward must have prompts of the same padded length."""
+    has_graphs: ClassVar[bool] = False
+    """Whether forwards of inputs of one shape do the same work, without waiting for a GPU."""
     takes_image: ClassVar[bool] = False
     """Whether a drawing may begin with a source image."""
     draws_masked_image: ClassVar[bool] = False

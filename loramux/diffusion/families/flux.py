@@ -27,6 +27,7 @@ class Flux(FlowFamily):
     pipeline_class = "FluxPipeline"
     text_encoders = ("text_encoder", "text_encoder_2")
     guidance_name = "true_cfg_scale"
+    has_graphs = True
     takes_image = True
 
     def check_pipeline(self) -> None:

@@ -33,6 +33,7 @@ class Sdxl(Family):
     default_guidance = 5.0
     default_length = 77
     needs_equal_text = False
+    has_graphs = True
     takes_image = True
     draws_masked_image = True
 

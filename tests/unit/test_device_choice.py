@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from loramux import device_choice
 from loramux.config.engine import EngineConfig
-from loramux.engine import device_choice
-from loramux.engine.device_choice import DeviceChoice, choose_device, resolve_config
+from loramux.device_choice import DeviceChoice, choose_device, resolve_config
 from loramux.errors import InvalidRequest
 from loramux.kernels import select
 from loramux.memory import gpus
