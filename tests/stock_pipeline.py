@@ -56,6 +56,10 @@ class StockPipeline:
             }
             load_stock_lora(self.pipe, tensors, adapter.cid)
 
+    def know(self, adapter: ImageAdapter) -> None:
+        """Makes an adapter known that its loader has loaded in full."""
+        self._adapters[adapter.cid] = adapter
+
     def draw(self, request: ImageRequest) -> Tensor:
         pipe = self.pipe
         self._select(request.selection)

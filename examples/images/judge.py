@@ -113,7 +113,7 @@ def main() -> None:
     torch.manual_seed(0)
     scenes = make_scenes(options.icons)
     with torch.enable_grad():
-        judge = train_classifier(scenes, 500)
+        judge = train_classifier(scenes, 2000)
     styles, names = list(scenes.images), list(OBJECTS)
     wanted = torch.arange(len(names))
 

@@ -16,6 +16,8 @@ from loramux.diffusion.packing import ImagePacking
 from loramux.errors import AdapterNotFound, AdapterRefused, DoesNotFit
 from loramux.image_backend import ImageAdapterCard
 
+_ONLY_ALONE = "it is DoRA, which scales the rows of weights"
+
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
@@ -125,8 +127,7 @@ class ImageCatalog:
 
     def _num_bytes(self, adapter: ImageAdapter) -> int:
         pairs = (pair for modules in adapter.components.values() for pair in modules.values())
-        count = sum(pair.a.numel() + pair.b.numel() for pair in pairs)
-        return count * self._packing.dense.dtype.itemsize
+        return sum(pair.num_elements for pair in pairs) * self._packing.dense.dtype.itemsize
 
     def _check_size(self, adapter: ImageAdapter) -> None:
         num_bytes = self._num_bytes(adapter)
@@ -153,5 +154,6 @@ def _card(
         file_bytes=0 if report is None else report.num_bytes,
         formats=() if report is None else report.formats,
         method="" if report is None else report.method,
+        only_alone=_ONLY_ALONE if adapter.is_dora else "",
         trigger_words=() if report is None else report.trigger_words,
     )

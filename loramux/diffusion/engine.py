@@ -32,6 +32,7 @@ from loramux.diffusion.samplers import SamplerFactory
 from loramux.errors import AdapterNotFound, DoesNotFit, InvalidRequest, LoramuxError
 from loramux.image_backend import ImageAdapterCard
 from loramux.memory.tiers import AdapterState
+from loramux.types.composition import SumPart, check_alone
 from loramux.types.image import ImageRequest
 from loramux.types.request import BASE_SELECTION, Selection
 
@@ -184,6 +185,8 @@ class ImageEngine:
                 raise AdapterNotFound(f"No adapter {cid} is registered.")
         if len(set(request.cids)) < len(request.cids):
             raise InvalidRequest("An adapter is named twice.", param="adapters")
+        alone = ((cid, self.memory.catalog.get(cid).only_alone) for cid in request.cids)
+        check_alone((SumPart(cid, 1.0, why) for cid, why in alone), param="adapters")
         self.samplers.check(request.sampler)
         family.check(request)
         facts = ImageFacts(arrived_s=time.monotonic(), queue_depth=len(self._jobs))

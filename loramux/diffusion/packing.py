@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.packed.dense import DenseLayout
+from loramux.adapters.packed.extras import ExtraKey, ExtraKind, ExtraSpec
 from loramux.adapters.packed.image import AdapterImage, AdapterLayout, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import DensePacking
 from loramux.adapters.peft.refusals import RefusalCode
@@ -31,7 +32,10 @@ class _Site:
 
 
 class ImagePacking:
-    """A of each module as [rank, in], then its B as [out, rank], without gaps, at true ranks."""
+    """A of each module as [rank, in], then its B as [out, rank], without gaps, at true ranks.
+
+    The rows of DoRA follow from a page boundary on, as one column, which has no gaps either.
+    """
 
     def __init__(
         self,
@@ -65,12 +69,19 @@ class ImagePacking:
             for component, modules in adapter.components.items()
             for path, pair in modules.items()
         }
-        layout = self.dense.plan({(_NO_LAYER, name): pair.rank for name, pair in pairs.items()})
+        ranks = {(_NO_LAYER, name): pair.rank for name, pair in pairs.items()}
+        dora = {name: pair.dora for name, pair in pairs.items() if pair.dora is not None}
+        extras = [ExtraSpec(*_dora_key(name), rows.numel(), 1) for name, rows in dora.items()]
+        layout = self.dense.plan(ranks, extras)
         buffer = self.dense.allocate(layout.num_elements, self.dense.dtype)
+        for start, stop in layout.gaps:
+            buffer[start:stop].zero_()
         for name, pair in pairs.items():
-            a, b = self._matrices(layout, buffer, name)
-            a.copy_(pair.a)
-            b.copy_(pair.b)
+            packed = self._matrices(layout, buffer, name)
+            packed.a.copy_(pair.a)
+            packed.b.copy_(pair.b)
+            if pair.dora is not None and packed.dora is not None:
+                packed.dora.copy_(pair.dora)
         if not bool(torch.isfinite(buffer).all()):
             raise AdapterRefused(
                 RefusalCode.NOT_FINITE,
@@ -85,18 +96,25 @@ class ImagePacking:
         found: dict[str, dict[str, LowRank]] = {}
         for _, name in layout.places:
             site = self._sites[name]
-            a, b = self._matrices(layout, buffer, name)
-            found.setdefault(site.component, {})[site.path] = LowRank(a, b)
+            found.setdefault(site.component, {})[site.path] = self._matrices(layout, buffer, name)
         return found
 
-    def _matrices(self, layout: DenseLayout, buffer: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    def _matrices(self, layout: DenseLayout, buffer: Tensor, name: str) -> LowRank:
         place = layout.places[_NO_LAYER, name]
         (only,) = place.slices
         num_a, num_b = place.in_features * only.rank, only.out_features * only.rank
         a = buffer[place.a_offset : place.a_offset + num_a]
         b = buffer[only.offset : only.offset + num_b]
         shape = (only.rank, *self._sites[name].a_shape)
-        return a.view(shape), b.view(only.out_features, only.rank)
+        rows = layout.extras.places.get(_dora_key(name))
+        dora = None
+        if rows is not None:
+            dora = buffer[rows.offset : rows.offset + rows.num_rows].view(-1, only.out_features)
+        return LowRank(a.view(shape), b.view(only.out_features, only.rank), dora)
+
+
+def _dora_key(name: str) -> ExtraKey:
+    return _NO_LAYER, name, ExtraKind.DORA
 
 
 def _name(component: str, path: str) -> str:

@@ -90,7 +90,7 @@ class RowTables:
         others = set()
         for path, pair in modules.items():
             index = self._index.get(path)
-            if index is None:
+            if index is None or pair.dora is not None:
                 others.add(path)
             else:
                 places[index] = (pair.a.data_ptr(), pair.b.data_ptr(), pair.rank)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from loramux.diffusion.adapter import LowRank, Modules
+from loramux.diffusion.dora import add_dora
 from loramux.diffusion.families.base import TokenRanges
 from loramux.diffusion.targets import Target
 from loramux.types.request import BASE_SELECTION, Selection
@@ -119,7 +120,12 @@ class RowLora:
                 terms = self._terms(path, span.selection)
                 if terms:
                     start, stop = self._place(path, span, inputs[0])
-                    _add(module, inputs[0][start:stop], output[start:stop], terms)
+                    x, y = inputs[0][start:stop], output[start:stop]
+                    if terms[0][0].dora is None:
+                        _add(module, x, y, terms)
+                    else:  # DoRA is never part of a sum.
+                        ((pair, weight),) = terms
+                        add_dora(module, x, y, pair, weight)
 
         return add_deltas
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from loramux.adapters.recipe import Recipe
 from loramux.backend import AdapterHost
@@ -130,6 +130,9 @@ class AdapterNames:
     An adapter is removed from the host when its last given name goes, unless requests have named
     it through the registry. The table belongs to one event loop.
     """
+
+    takes_weights: ClassVar[bool] = False
+    """Whether adapters that can only be used alone may have a weight."""
 
     def __init__(self, host: AdapterHost, registry: RegistryAdapters | None = None) -> None:
         self.registry = registry
@@ -336,7 +339,7 @@ class AdapterNames:
             SumPart(one.text, one.weight, cards[one.cid].only_alone if one.cid in cards else "")
             for one in adapters
         ]
-        check_alone(parts, param=param)
+        check_alone(parts, param=param, takes_weights=self.takes_weights)
 
     def tokenizers_of(self, selected: Selected) -> tuple[str, ...]:
         """Returns the digest of the tokenizer files of each adapter; empty for none."""

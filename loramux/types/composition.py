@@ -91,16 +91,21 @@ class SumPart:
     """AdapterCard.only_alone"""
 
 
-def check_alone(parts: Iterable[SumPart], *, param: str = "adapters") -> None:
-    """Raises InvalidRequest if an adapter that can only be used alone is in a sum or weighted."""
+def check_alone(
+    parts: Iterable[SumPart], *, param: str = "adapters", takes_weights: bool = False
+) -> None:
+    """Raises InvalidRequest if an adapter that can only be used alone is in a sum or weighted.
+
+    `takes_weights`: those that are alone may have any weight.
+    """
     used = [part for part in parts if part.weight != 0]
     for part in used:
-        if not part.only_alone or (len(used) == 1 and part.weight == 1):
+        if not part.only_alone or (len(used) == 1 and (takes_weights or part.weight == 1)):
             continue
         how = "in a sum with other adapters" if len(used) > 1 else f"with weight {part.weight:g}"
         raise InvalidRequest(
-            f"The adapter `{part.name}` cannot be used {how}: {part.only_alone}. Name it alone, "
-            "without a weight.",
+            f"The adapter `{part.name}` cannot be used {how}: {part.only_alone}. Name it alone"
+            f"{'' if takes_weights else ', without a weight'}.",
             param=param,
         )
 

@@ -53,7 +53,8 @@ class ResidencyView:
         self._tiers: dict[str, Tier] = {}
         self._resident: dict[str, None] = {}
         self._moves: deque[str] = deque(maxlen=MAX_MOVES)
-        self._waiters: set[asyncio.Future[None]] = set()
+        self.waiters: set[asyncio.Future[None]] = set()
+        """Those of wait_for_move()."""
 
     @property
     def resident(self) -> Mapping[str, None]:
@@ -83,18 +84,9 @@ class ResidencyView:
             tiers = {cid: self._tiers.get(cid, Tier.GONE) for cid in recent}
         return Moves(self.instance, generation, self.generation, is_full, tiers)
 
-    async def wait(self, seconds: float) -> None:
-        """Returns after the next move, the next wake(), or the timeout."""
-        woken = asyncio.get_running_loop().create_future()
-        self._waiters.add(woken)
-        try:
-            await asyncio.wait((woken,), timeout=seconds)
-        finally:
-            self._waiters.discard(woken)
-
     def wake(self) -> None:
         """Ends all waits, also without a move: the state of the engine has changed."""
-        for woken in self._waiters:
+        for woken in self.waiters:
             if not woken.done():
                 woken.set_result(None)
 
@@ -109,3 +101,16 @@ class ResidencyView:
             self._resident.pop(cid, None)
         self._moves.append(cid)
         self.generation += 1
+
+
+async def wait_for_move(views: Iterable[ResidencyView], seconds: float) -> None:
+    """Returns after the next move or wake() of any view, or the timeout."""
+    views = tuple(views)
+    woken = asyncio.get_running_loop().create_future()
+    for view in views:
+        view.waiters.add(woken)
+    try:
+        await asyncio.wait((woken,), timeout=seconds)
+    finally:
+        for view in views:
+            view.waiters.discard(woken)

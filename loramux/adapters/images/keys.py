@@ -16,10 +16,13 @@ class Role(StrEnum):
     HADA_W1_B = "hada_w1_b"
     HADA_W2_A = "hada_w2_a"
     HADA_W2_B = "hada_w2_b"
+    DORA = "dora"
+    """Magnitudes of kohya and LyCORIS: per output row, or per input column."""
+    MAGNITUDE = "magnitude"
+    """Magnitudes of PEFT, per output row."""
     # Roles that are not served.
     HADA_TUCKER = "hada_t"
     LOKR = "lokr"
-    DORA = "dora"
     FULL = "full"
     BIAS = "bias"
     OFT = "oft"
@@ -40,7 +43,8 @@ _SUFFIXES: tuple[tuple[str, Role], ...] = (
     (r"\.hada_w2_b", Role.HADA_W2_B),
     (r"\.hada_t[12]", Role.HADA_TUCKER),
     (r"\.lokr_(?:w[12](?:_[ab])?|t2)", Role.LOKR),
-    (r"\.dora_scale|\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", Role.DORA),
+    (r"\.dora_scale", Role.DORA),
+    (r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", Role.MAGNITUDE),
     (r"\.diff|\.w_norm|\.set_weight", Role.FULL),
     (r"\.diff_b|\.b_norm|\.set_bias|\.lora_[AB](?:\.default)?\.bias", Role.BIAS),
     (r"\.oft_(?:blocks|diag|R)(?:\.weight)?", Role.OFT),

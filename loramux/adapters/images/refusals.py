@@ -19,7 +19,6 @@ class ImageRefusal(StrEnum):
 
 _CONVERT = "Convert it to LoRA, for example with the resize scripts of kohya-ss."
 _UNSERVED = {
-    Role.DORA: (RefusalCode.DORA_TENSORS, "a DoRA magnitude", "Train without DoRA."),
     Role.LOKR: (ImageRefusal.UNSERVED_METHOD, "a LoKr factor", _CONVERT),
     Role.HADA_TUCKER: (ImageRefusal.UNSERVED_METHOD, "a LoHa in Tucker form", _CONVERT),
     Role.OFT: (ImageRefusal.UNSERVED_METHOD, "an OFT rotation", _CONVERT),

@@ -42,6 +42,8 @@ class ExtraKind(StrEnum):
     """Low rank of the head: [rank, hidden]; of the embedding: [vocabulary, rank]."""
     LOW_RANK_B = "low_rank_b"
     """With the scale. Head: [vocabulary, rank]; embedding: [rank, hidden]."""
+    DORA = "dora"
+    """How DoRA scales the rows of a module of an image model: [3 * out, 1]."""
     ROWS = "rows"
     """Replaces the rows `token_ids` of the weight of the embedding or the head. [tokens, hidden]"""
 

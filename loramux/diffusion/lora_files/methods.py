@@ -32,6 +32,21 @@ def low_rank(name: str, parts: Parts) -> tuple[Tensor, Tensor, int]:
     return a, _flat_b(name, a, b), len(a)
 
 
+def magnitude(name: str, parts: Parts) -> Tensor | None:
+    """Returns the DoRA magnitude of each output row; None without DoRA."""
+    found, theirs = parts.get(Role.MAGNITUDE), parts.get(Role.DORA)
+    if theirs is not None:
+        if found is not None or theirs.numel() != len(theirs):
+            raise AdapterRefused(
+                RefusalCode.DORA_TENSORS,
+                f"{name}.dora_scale {list(theirs.shape)} is not one magnitude of each output row; "
+                "others are not served.",
+                fix="Train it with magnitudes of output rows (wd_on_output of LyCORIS).",
+            )
+        found = theirs
+    return None if found is None else found.flatten()
+
+
 def _flat_b(name: str, a: Tensor, b: Tensor) -> Tensor:
     flat = b.flatten(1) if b.dim() > 1 else b
     if a.dim() < 2 or flat.dim() != 2 or flat.shape[1] != len(a) or not len(a):

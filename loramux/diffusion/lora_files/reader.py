@@ -18,13 +18,16 @@ from loramux.adapters.images.origin import trigger_words
 from loramux.adapters.images.refusals import ImageRefusal, refuse_unserved
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.diffusion.adapter import ImageAdapter, LowRank
+from loramux.diffusion.dora import dora_rows
 from loramux.diffusion.lora_files.content import FileContent, read_file
-from loramux.diffusion.lora_files.methods import low_rank, wrong_shape
+from loramux.diffusion.lora_files.methods import low_rank, magnitude, wrong_shape
 from loramux.diffusion.lora_files.names import Named, PipelineNames
 from loramux.diffusion.lora_files.scales import LoraSettings, parse_settings, settings_in_header
 from loramux.diffusion.lora_files.unknown import refuse_unknown
 from loramux.errors import AdapterRefused
 
+_BESIDE = (Role.ALPHA, Role.DORA, Role.MAGNITUDE)
+_ROUNDING = 1e-6
 _Groups = dict[str, dict[Role, Tensor]]
 
 
@@ -50,6 +53,7 @@ def read_adapter(place: Path, names: PipelineNames) -> tuple[ImageAdapter, Adapt
     content = read_file(place)
     groups = _group(content, names)
     settings = _settings(content, names)
+    _check_dora(groups, names, settings)
     made: dict[str, dict[str, LowRank]] = {}
     styles: Counter[str] = Counter()
     for name, parts in groups.items():
@@ -126,6 +130,29 @@ def _settings(content: FileContent, names: PipelineNames) -> Mapping[str, LoraSe
     return settings_in_header(content.metadata, names.targets)
 
 
+def _check_dora(
+    groups: _Groups, names: PipelineNames, settings: Mapping[str, LoraSettings]
+) -> None:
+    """Refuses magnitudes that a configuration does not mention, and modules that lack theirs."""
+    components = {name: _component(name, names) for name in groups}
+    of_peft = {components[name] for name, parts in groups.items() if Role.MAGNITUDE in parts}
+    for name, parts in groups.items():
+        found = settings.get(components[name])
+        is_wanted = components[name] in of_peft if found is None else found.use_dora
+        if is_wanted != (Role.MAGNITUDE in parts) and Role.DORA not in parts:
+            has = "lacks a DoRA magnitude" if is_wanted else "has a DoRA magnitude"
+            other = "other modules have one" if found is None else f"use_dora is {found.use_dora}"
+            raise AdapterRefused(
+                RefusalCode.DORA_TENSORS, f"{name} {has}, and {other}.", fix="Save it again."
+            )
+
+
+def _component(name: str, names: PipelineNames) -> str:
+    named = names.find(name)
+    assert named is not None
+    return named.component
+
+
 def _pairs(
     name: str,
     named: Named,
@@ -135,21 +162,30 @@ def _pairs(
 ) -> Iterator[tuple[str, LowRank]]:
     """Yields (path, pair) for each module that the file's matrix stands for."""
     factors: dict[Role, Tensor] = {
-        role: tensor for role, tensor in parts.items() if role is not Role.ALPHA
+        role: tensor for role, tensor in parts.items() if role not in _BESIDE
     }
+    lengths = magnitude(name, parts)
     a, b, rank = low_rank(name, factors)
     b = b * _scale(name, named, parts.get(Role.ALPHA), rank, settings)
     if named.swaps_halves:
         b = torch.cat(b.chunk(2)[::-1])
+        lengths = None if lengths is None else torch.cat(lengths.chunk(2)[::-1])
     weights = [names.targets[named.component][path].weight for path in named.paths]
     num_rows = sum(len(weight) for weight in weights)
     if len(b) != num_rows:
         raise wrong_shape(
             f"{name} is for a layer with {len(b)} outputs, and this model's has {num_rows}"
         )
-    rows = torch.split(b, [len(weight) for weight in weights])
-    for path, weight, part in zip(named.paths, weights, rows, strict=True):
-        yield path, LowRank(_fitted(name, a, weight), part.contiguous())
+    if lengths is not None and len(lengths) != num_rows:
+        raise wrong_shape(f"{name} has {len(lengths)} DoRA magnitudes for {num_rows} outputs")
+    start = 0
+    for path, weight in zip(named.paths, weights, strict=True):
+        rows = slice(start, start + len(weight))
+        fitted, part, dora = _fitted(name, a, weight), b[rows].contiguous(), None
+        if lengths is not None:
+            dora = dora_rows(name, weight, fitted, part, lengths[rows])
+        yield path, LowRank(fitted, part, dora)
+        start = rows.stop
 
 
 def _scale(
@@ -186,7 +222,7 @@ def _fitted(name: str, a: Tensor, weight: Tensor) -> Tensor:
 
 def _check_effect(adapter: ImageAdapter) -> None:
     pairs = [pair for modules in adapter.components.values() for pair in modules.values()]
-    if not any(bool(pair.a.any()) and bool(pair.b.any()) for pair in pairs):
+    if not any(_has_effect(pair) for pair in pairs):
         raise AdapterRefused(
             RefusalCode.NO_EFFECT,
             "All its matrices are zero, so that it would change nothing.",
@@ -194,16 +230,24 @@ def _check_effect(adapter: ImageAdapter) -> None:
         )
 
 
+def _has_effect(pair: LowRank) -> bool:
+    if pair.dora is not None and float(pair.dora[0].abs().max()) > _ROUNDING:
+        return True
+    return bool(pair.a.any()) and bool(pair.b.any())
+
+
 def _report(
     content: FileContent, adapter: ImageAdapter, styles: Counter[str], groups: _Groups
 ) -> AdapterReport:
     kinds = {LOHA[0]: "LoHa", Role.MID: "LoCon (Tucker)"}
-    found = {
+    found = [
         kind for role, kind in kinds.items() if any(role in parts for parts in groups.values())
-    }
+    ]
     convolutions = any(
         pair.a.dim() == 4 for modules in adapter.components.values() for pair in modules.values()
     )
+    if adapter.is_dora:
+        found.append("DoRA")
     plain = "LoRA with convolutions" if convolutions else "LoRA"
     ranks = Counter(
         pair.rank for modules in adapter.components.values() for pair in modules.values()

@@ -24,6 +24,7 @@ class LoraSettings:
 
     lora_alpha: float = 8.0
     use_rslora: bool = False
+    use_dora: bool = False
     alphas: Mapping[str, float] = field(default_factory=dict)
     """Module path -> alpha, where a pattern gives it another one."""
 
@@ -53,15 +54,18 @@ def parse_settings(fields: Mapping[str, Any], paths: Collection[str], where: str
             for key, hit in zip(keys, hits, strict=True)
             if hit is not None
         }
-    return LoraSettings(lora_alpha, bool(fields.get("use_rslora")), alphas)
+    return LoraSettings(
+        lora_alpha, bool(fields.get("use_rslora")), bool(fields.get("use_dora")), alphas
+    )
 
 
 def _refuse_unserved(fields: Mapping[str, Any], where: str) -> None:
-    for name in ("use_dora", "lora_bias", "fan_in_fan_out"):
+    for name in ("lora_bias", "fan_in_fan_out"):
         if fields.get(name):
-            code = RefusalCode.DORA_TENSORS if name == "use_dora" else RefusalCode.UNSUPPORTED_FIELD
             raise AdapterRefused(
-                code, f"{where} has {name}, which is not served.", fix=f"Train without {name}."
+                RefusalCode.UNSUPPORTED_FIELD,
+                f"{where} has {name}, which is not served.",
+                fix=f"Train without {name}.",
             )
     kind = fields.get("peft_type", "LORA")
     if kind != "LORA" or fields.get("modules_to_save"):

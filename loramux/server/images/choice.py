@@ -37,7 +37,8 @@ async def choose(
         if weights is not None:
             raise InvalidRequest("adapter_weights needs adapters.", param="adapter_weights")
         if selected.adapters:
-            return _allowed(tuple(_by_default(context, one) for one in selected.adapters), caller)
+            chosen = tuple(_by_default(context, one) for one in selected.adapters)
+            return _allowed(context, chosen, caller)
         default = context.names.default
         adapters = [] if default is None else [default]
     return await _find_all(context, caller, adapters, weights)
@@ -56,7 +57,7 @@ async def choose_deployed(
     """
     names = context.names
     if list(adapters) == [deployment] and names.find(deployment) is None:
-        return _allowed((), caller)
+        return _allowed(context, (), caller)
     if not adapters and names.default is not None:
         adapters = [names.default]
     if adapters and not names.given() and context.registry is None:
@@ -98,12 +99,16 @@ async def _find_all(
     check_count(len(chosen), param="adapters")
     check_weights((one.weight for one in chosen), param="adapter_weights")
     check_distinct(chosen, param="adapters")
-    return _allowed(tuple(chosen), caller)
+    return _allowed(context, tuple(chosen), caller)
 
 
-def _allowed(chosen: Chosen, caller: Caller) -> Chosen:
-    """Raises Forbidden if the base alone would draw and the caller may not use it."""
+def _allowed(context: ImageContext, chosen: Chosen, caller: Caller) -> Chosen:
+    """Raises Forbidden if the base alone would draw and the caller may not use it.
+
+    Raises InvalidRequest for adapters that cannot be added up.
+    """
     check_base(Selected("", chosen), caller)
+    context.names.check_alone(chosen, param="adapters")
     return chosen
 
 

@@ -41,6 +41,8 @@ Chosen = tuple[NamedAdapter, ...]
 class ImageNames(AdapterNames):
     """Names of adapters of an image model, with the weights that they have by default."""
 
+    takes_weights = True
+
     def __init__(
         self,
         host: AdapterHost,

@@ -27,7 +27,7 @@ from loramux.server.openapi import (
     text_answer,
 )
 from loramux.server.reports import engine_report
-from loramux.server.residency import residency_report, wait_for_news
+from loramux.server.residency import Residencies
 from loramux.server.wire import EngineReport, HealthReport, Liveness, VersionReport
 from loramux.types.replica_report import MAX_WAIT_S, ResidencyReport
 
@@ -39,6 +39,8 @@ YES = frozenset({"1", "true", "yes", "on"})
 def status_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["status"])
     probing = asyncio.Lock()
+    residencies = Residencies(context.hosts)
+    followed = answering(ResidencyReport, 400, parameters=residency_parameters())
 
     @router.get("/health", **health_answers(deep_parameter()))
     async def health(request: Request) -> Response:
@@ -84,16 +86,14 @@ def status_routes(context: HostContext) -> APIRouter:
         context.require_known()
         return json_response(engine_report(context))
 
-    @router.get(
-        "/v1/residency", **answering(ResidencyReport, 400, parameters=residency_parameters())
-    )
+    @router.get("/v1/residency", **followed)
     async def residency(request: Request) -> Response:
         """Load, state, and adapters that moved after `since`; waits up to `wait_s` for a move."""
         asked = request.query_params
         since, instance = _number(asked, "since", -1, int), asked.get("instance", "")
         wait_s = min(_number(asked, "wait_s", 0.0, float), MAX_WAIT_S)
-        await wait_for_news(context, since=since, instance=instance, wait_s=wait_s)
-        return json_response(residency_report(context, since=since, instance=instance))
+        await residencies.wait_for_news(since=since, instance=instance, wait_s=wait_s)
+        return json_response(residencies.report(since=since, instance=instance))
 
     return router
 

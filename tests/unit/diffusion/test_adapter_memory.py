@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -301,17 +302,37 @@ def resident_bytes():
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_packed_adapter_is_the_one_of_its_file(make_engine):
+def not_zeroed(num_elements, dtype):
+    return torch.full((num_elements,), torch.nan, dtype=dtype)
+
+
+def with_rows(adapter):
+    """The same with random rows of DoRA in every other module."""
+    components = {
+        component: {
+            path: replace(pair, dora=torch.randn(3, len(pair.b))) if number % 2 else pair
+            for number, (path, pair) in enumerate(modules.items())
+        }
+        for component, modules in adapter.components.items()
+    }
+    return replace(adapter, components=components)
+
+
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_a_packed_adapter_is_the_one_of_its_file(make_engine, is_dora):
     """Convolutions and text encoders included, and also after a way through the disk tier."""
     from loramux.diffusion.lora_files.names import PipelineNames
     from loramux.diffusion.packing import ImagePacking
 
     pipe = shared_pipeline("sdxl")
     names = PipelineNames(pipe, "unet", ("text_encoder", "text_encoder_2"))
-    packing = ImagePacking(names.targets, torch.float32)
+    # The columns of DoRA are longer than such a page and lie over several.
+    packing = ImagePacking(names.targets, torch.float32, page_bytes=256, allocate=not_zeroed)
     adapter = make_adapter(pipe, "c", (*ATTENTION, *TEXT, "conv1", "conv_in"), rank=3)
+    if is_dora:
+        adapter = with_rows(adapter)
     image = packing.pack(adapter)
-    layout = packing.dense.layout_of(image.layout.key)
+    layout = packing.dense.layout_of(image.layout.key, image.layout.extras.key)
     found = packing.unpack(layout, image.buffer)
     assert found.keys() == adapter.components.keys()
     for component, modules in adapter.components.items():
@@ -319,6 +340,8 @@ def test_a_packed_adapter_is_the_one_of_its_file(make_engine):
         for path, pair in modules.items():
             assert torch.equal(found[component][path].a, pair.a)
             assert torch.equal(found[component][path].b, pair.b)
+            assert (found[component][path].dora is None) == (pair.dora is None)
+            assert pair.dora is None or torch.equal(found[component][path].dora, pair.dora)
     half = ImagePacking(names.targets, torch.float16)
     large = make_adapter(pipe, "l", ("to_q",), rank=1)
     next(iter(large.components["unet"].values())).b.mul_(1e9)

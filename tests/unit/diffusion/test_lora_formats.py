@@ -284,11 +284,6 @@ ROWS = {
         LOST,
     ),
 }
-DORA = {f"unet.{path}.lora_magnitude_vector": b.abs().sum(1) + 3 for path, (_, b) in UNET.items()}
-KOHYA_DORA = {
-    f"lora_unet_{p.replace('.', '_')}.dora_scale": b.abs().sum(1, keepdim=True) + 3
-    for p, (_, b) in UNET.items()
-}
 LOKR = {
     f"lora_unet_{path.replace('.', '_')}.lokr_{name}": rand(4, 4)
     for path in UNET
@@ -299,8 +294,6 @@ NAN = {path: (a * math.nan, b) for path, (a, b) in QKV.items()}
 ZERO = {path: (a, b * 0) for path, (a, b) in QKV.items()}
 REFUSED = {
     # name: (pipeline, file, code, part of the reason)
-    "kohya-dora": ("sdxl", kohya("lora_unet_", UNET) | KOHYA_DORA, "dora_tensors", "dora_scale"),
-    "peft-dora": ("sdxl", peft("unet.", UNET) | DORA, "dora_tensors", "lora_magnitude_vector"),
     "lokr": ("sdxl", LOKR, "unserved_method", "LoKr"),
     "flux-lokr": (
         "flux",
@@ -501,8 +494,8 @@ def test_a_peft_folder_has_its_alpha_in_its_config(tmp_path, names):
     for path, (a, b) in UNET.items():
         torch.testing.assert_close(deltas(adapter)[f"unet.{path}"], 3 * b @ a)
     assert report.formats == ("PEFT",)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(AdapterRefused, match="use_dora"):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_bias": True}))
+    with pytest.raises(AdapterRefused, match="lora_bias"):
         read_adapter(tmp_path, names["sdxl"])
 
 

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from safetensors.torch import save_file
+
 from loramux.diffusion.engine import ImageEngine
 from tests.image_factory import (
     ATTENTION,
@@ -13,6 +15,7 @@ from tests.image_factory import (
     EMBEDDERS,
     FEED_FORWARD,
     TEXT,
+    dora_tensors,
     draw_all,
     make_adapter,
     make_pipeline,
@@ -47,3 +50,28 @@ def test_the_kernels_draw_what_torch_draws(name, monkeypatch):
     # The tables follow the adapters: none is left of one that is gone.
     engine.remove_adapter("b")
     assert float((draw_all(engine, requests[:2])["single"] - expected["single"]).abs().max()) < 1e-5
+
+
+def test_rows_of_dora_draw_what_they_draw_alone(monkeypatch, tmp_path):
+    """Beside rows that the kernels change in the same modules and in others."""
+    pipe = make_pipeline("flux")
+    path = tmp_path / "dora.safetensors"
+    made = make_adapter(pipe, "d", (*ATTENTION, "proj_mlp"), rank=2)
+    save_file(dora_tensors(pipe, made), path)
+
+    def draw():
+        engine = engine_for("flux")
+        cid = engine.register_adapter(path).cid
+        dora = [
+            request_for("flux", f"dora {weight}", steps=2, selection=((cid, weight),))
+            for weight in (1.0, 0.4)
+        ]
+        plain = [
+            request_for("flux", name, steps=2, selection=((name, 1.0),)) for name in ("a", "b")
+        ]
+        return draw_all(engine, [*dora, *plain, request_for("flux", "base", steps=2)])
+
+    expected = draw()
+    monkeypatch.setenv("LORAMUX_KERNELS", "triton")
+    drawn = draw()
+    assert max(float((drawn[n] - expected[n]).abs().max()) for n in expected) < 1e-5

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import save_file
 
 from loramux.backend import Health
 from loramux.config.images import ImageConfig
@@ -29,6 +30,7 @@ from loramux.types.residency import Tier, key_of_cid
 from tests.image_factory import (
     ATTENTION,
     LENGTH,
+    dora_tensors,
     make_adapter,
     make_pipeline,
     request_for,
@@ -150,6 +152,22 @@ def events_of(response):
         for line in response.text.splitlines()
         if line.startswith("data: ")
     ]
+
+
+def test_dora_draws_alone_and_is_in_no_sum(server, adapters, tmp_path):
+    path = tmp_path / "dora.safetensors"
+    save_file(dora_tensors(make_pipeline("flux"), adapters["clay"]), path)
+    server.add("dora", path)
+    half = {"adapters": ["dora"], "adapter_weights": [0.5]}
+    drawn = [generate(server, **asked) for asked in ({"model": "dora"}, half)]
+    assert [one.status_code for one in drawn] == [200, 200]
+    assert drawn[0].json()["data"] != drawn[1].json()["data"]
+    assert generate(server, adapters=["dora", "ink"], adapter_weights=[1, 0]).status_code == 200
+    for asked in ({"adapters": ["ink", "dora"]}, {"model": "dora+ink"}):
+        refused = generate(server, **asked)
+        assert refused.status_code == 400
+        assert "`dora` cannot be used in a sum" in refused.json()["error"]["message"]
+    server.portal.call(server.names.unload, "dora")
 
 
 def test_a_stream_has_partial_images(server, stock):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from loramux.backend import Health
+from loramux.backend import EngineStats, Health
+from loramux.image_backend import ImageStats
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
 from loramux.server.app import create_app
 from loramux.server.context import Context, ServerOptions
 from loramux.server.images.drawing import ImageContext, ImageModel
 from loramux.server.live import LiveFeed
+from loramux.types.residency import ResidencyView, Tier, key_of_cid
 from tests.unit.server.asgi_client import chat, get, post, request, run
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, named
 from tests.unit.server.scripted_images import ScriptedImages
 
 METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -88,6 +92,55 @@ def test_health_is_that_of_the_worst_model(both: Server) -> None:
     assert response.status_code == 503 and response.json()["status"] == "restarting"
     assert chat(both.app).status_code == 200
     assert post(both.app, DRAW, {"prompt": "a fox"}).status_code == 503
+
+
+def test_routers_follow_the_tiers_of_both_engines(both: Server, tmp_path: Path) -> None:
+    legal, ink = named("legal").cid, both.images.names.find("ink").cid
+    both.text.stats = EngineStats(num_running=2, num_waiting=1, step_s=0.01)
+    both.images.stats = ImageStats(num_running=3, num_waiting=4, step_s=5.0)
+    both.text.residency.apply([(legal, Tier.HOST)])
+    both.images.residency.apply([(ink, Tier.DEVICE)])
+    first = get(both.app, "/v1/residency").json()
+    assert first["full"] and first["moves"] == {key_of_cid(legal): 3, key_of_cid(ink): 5}
+    assert (first["base"], first["open"], first["waiting"]) == ("tiny-base", 10, 5)
+    assert first["step_s"] == 0.01
+
+    def moved(after: dict[str, Any]) -> dict[str, Any]:
+        query = {"since": after["generation"], "instance": after["instance"]}
+        found: dict[str, Any] = get(both.app, "/v1/residency", params=query).json()
+        return found
+
+    both.images.residency.apply([(ink, Tier.HOST)])
+    second = moved(first)
+    assert not second["full"] and second["moves"] == {key_of_cid(ink): 3}
+    both.text.residency.apply([(legal, Tier.GONE)])
+    third = moved(second)
+    assert not third["full"] and third["moves"] == {key_of_cid(legal): 0}
+    # A reader that missed one report gets both moves.
+    assert moved(first)["moves"] == {key_of_cid(legal): 0, key_of_cid(ink): 3}
+    both.images.health, both.images.residency = Health.RESTARTING, ResidencyView()
+    fourth = moved(third)
+    assert fourth["full"] and fourth["moves"] == {} and fourth["state"] == "restarting"
+    assert fourth["instance"] != third["instance"]
+
+
+@pytest.mark.parametrize("engine", ["text", "images"])
+def test_a_move_of_either_engine_answers_a_router_that_waits(both: Server, engine: str) -> None:
+    first = get(both.app, "/v1/residency").json()
+    cid = named("legal").cid
+
+    async def poll() -> httpx2.Response:
+        transport = httpx2.ASGITransport(both.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            query = {"since": first["generation"], "instance": first["instance"], "wait_s": 30}
+            answer = asyncio.create_task(client.get("/v1/residency", params=query))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not answer.done()
+            getattr(both, engine).residency.apply([(cid, Tier.DEVICE)])
+            return await answer
+
+    assert run(poll()).json()["moves"] == {key_of_cid(cid): 5}
 
 
 def test_metrics_have_one_heading_and_the_series_of_both(both: Server) -> None:

@@ -68,8 +68,8 @@ def test_several_files_are_refused_by_name(library: AdapterLibrary, tmp_path: Pa
 
 def broken(kind: str) -> bytes:
     names = ("transformer.x.lora_A.weight", "transformer.x.lora_B.weight")
-    if kind == "dora_tensors":
-        return image_weights(0, names=(*names, "transformer.x.dora_scale"))
+    if kind == "bias_tensors":
+        return image_weights(0, names=(*names, "transformer.x.lora_B.bias"))
     if kind == "unserved_method":
         return image_weights(0, names=("lora_unet_x.lokr_w1", "lora_unet_x.lokr_w2"))
     if kind == "no_tensors":
@@ -77,7 +77,7 @@ def broken(kind: str) -> bytes:
     return image_weights(0)[:-4] + struct.pack("<f", float("nan"))
 
 
-@pytest.mark.parametrize("code", ["dora_tensors", "unserved_method", "no_tensors", "not_finite"])
+@pytest.mark.parametrize("code", ["bias_tensors", "unserved_method", "no_tensors", "not_finite"])
 def test_what_no_image_model_could_serve_is_refused(
     library: AdapterLibrary, tmp_path: Path, code: str
 ) -> None:
