@@ -9,7 +9,7 @@ another adapter or with none must have the same bits, and the rows whose logits 
 be those that fail. Free KV pages hold NaN. At last requests run through the engine: those of the
 adapter end with the error `numeric`, which names it. It exits with 1 if anything differs.
 
-It is meant for an NVIDIA GPU; on a CPU it checks the runner over the reference kernels.
+It needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -84,7 +83,6 @@ class Scale:
 
     shape: dict[str, Any]
     dtype: str
-    device: str
     decodes: tuple[int, ...] = DECODES
     num_prefill_rows: int = 500
     num_requests: int = 60
@@ -94,7 +92,7 @@ class Scale:
 
     def model(self) -> LoadedModel:
         dtype = getattr(torch, self.dtype)
-        return random_model(self.shape, dtype, std=0.04, device=self.device)
+        return random_model(self.shape, dtype, std=0.04, device="cuda")
 
 
 def write_adapter(
@@ -188,7 +186,7 @@ class World:
 def build_world(scale: Scale, changed: Path, good: Sequence[Path]) -> World:
     config, _ = resolve_config(
         EngineConfig(
-            device=scale.device,
+            device="cuda",
             dtype=scale.dtype,
             device_memory_bytes=scale.pool_bytes,
             max_sequences=MAX_TOKENS,
@@ -443,8 +441,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
     parser.add_argument("--shapes", type=names(tuple(SHAPES)), default=["small", "llama-3.1-8b"])
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtypes", type=names(dtypes), default=["bfloat16"])
@@ -454,15 +450,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = parse_arguments(make_parser())
-    device = arguments.device
-    if device == "cpu":
-        os.environ["LORAMUX_KERNELS"] = "triton"
-    out = start_report("numeric", arguments, describe_machine(",".join(arguments.dtypes), device))
+    out = start_report("numeric", arguments, describe_machine(",".join(arguments.dtypes), "cuda"))
     sections = []
     for shape in arguments.shapes:
         for dtype in arguments.dtypes:
             settings = {**SHAPES[shape], "num_hidden_layers": arguments.layers}
-            scale = Scale(settings, dtype, device)
+            scale = Scale(settings, dtype)
             with tempfile.TemporaryDirectory() as name:
                 for check in (check_rows, check_requests):
                     sections.append(check(scale, Path(name) / check.__name__))

@@ -50,7 +50,7 @@ def test_every_kernel_call_of_mixed_traffic_agrees_with_its_reference(
 
 
 def test_rows_beside_an_adapter_that_overflows_keep_their_bits(tmp_path: Path) -> None:
-    scale = numeric_check.Scale(engine_check.SMALL.shape, "bfloat16", "cuda")
+    scale = numeric_check.Scale(engine_check.SMALL.shape, "bfloat16")
     assert numeric_check.is_right(numeric_check.check_rows(scale, tmp_path / "rows"))
     assert numeric_check.is_right(numeric_check.check_requests(scale, tmp_path / "requests"))
 
