@@ -20,7 +20,7 @@ EXAMPLES = REPOSITORY / "examples"
 BASE = "SmolLM2-135M-Instruct"
 ADAPTERS = ("pirate", "shout", "json", "sentiment")
 IMAGE_BASE = "flux"
-IMAGE_ADAPTERS = ("sketch", "wc")
+IMAGE_ADAPTERS = ("ink", "night")
 # Two of equal rank, for the ways to combine adapters that ask for it.
 RANDOM_ADAPTERS = ("random-1", "random-2")
 LISTENING = re.compile(r"listening on (http://[\d.:]+)", re.IGNORECASE)

@@ -18,8 +18,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     if running := os.environ.get("LORAMUX_IMAGES_URL"):
         yield Live(running)
         return
-    adapters = [f"{name}={{folder}}/{name}.safetensors" for name in IMAGE_ADAPTERS]
-    with image_server(tmp_path_factory.mktemp("images"), "--image-lora", *adapters) as started:
+    adapters = [f"{name}={{folder}}/{name}.safetensors@0.8" for name in IMAGE_ADAPTERS]
+    flags = ["--image-lora", *adapters, "--image-default-lora", IMAGE_ADAPTERS[0]]
+    with image_server(tmp_path_factory.mktemp("images"), *flags) as started:
         yield started
 
 

@@ -32,7 +32,7 @@ def drawn(reply: Any) -> bytes:
 def test_images_are_drawn_and_streamed(client: OpenAI) -> None:
     asked: dict[str, Any] = {"prompt": "a red hill", "size": "32x32"}
     base = drawn(client.images.generate(**asked, extra_body={**SMALL, "adapters": []}))
-    ink = drawn(client.images.generate(**asked, model="sketch", extra_body=SMALL))
+    ink = drawn(client.images.generate(**asked, model="ink", extra_body=SMALL))
     assert base != ink
     events = list(client.images.generate(**asked, stream=True, partial_images=1, extra_body=SMALL))
     kinds = [event.type for event in events]
@@ -47,7 +47,7 @@ def test_images_are_edited(client: OpenAI, photo_file: bytes) -> None:
     plain = drawn(client.images.edit(image=photo_file, prompt="a hill", extra_body=more))
     listed = drawn(client.images.edit(image=[photo_file], prompt="a hill", extra_body=more))
     assert plain == listed
-    two = {**more, "adapters": ["sketch", "wc"], "adapter_weights": [0.5, -0.4]}
+    two = {**more, "adapters": ["ink", "night"], "adapter_weights": [0.5, -0.4]}
     assert drawn(client.images.edit(image=photo_file, prompt="a hill", extra_body=two)) != plain
     masked = client.images.edit(image=photo_file, mask=photo_file, prompt="x", extra_body=more)
     assert drawn(masked) != plain

@@ -28,8 +28,8 @@ def pixels(result: Any) -> bytes:
 
 @shows("images", "adapters")
 def test_txt2img_with_adapters_in_the_prompt(client: Any) -> None:
-    base = client.txt2img(prompt="a red hill <lora:sketch:0>", **SMALL)
-    ink = client.txt2img(prompt="a red hill <lora:sketch:0.8>", **SMALL)
+    base = client.txt2img(prompt="a red hill <lora:ink:0>", **SMALL)
+    ink = client.txt2img(prompt="a red hill <lora:ink:0.8>", **SMALL)
     assert base.image.size == (32, 32)
     assert pixels(base) != pixels(ink)
     # Without a tag, the default adapter draws.
@@ -48,7 +48,7 @@ def test_img2img_and_a_mask(client: Any, photo: Image.Image) -> None:
     mask = Image.new("L", (32, 32))
     mask.paste(255, (16, 0, 32, 32))
     part: dict[str, Any] = {"mask_image": mask, "inpaint_full_res": False, "inpainting_fill": 1}
-    masked = client.img2img([photo], prompt="a hill <lora:wc:1>", **part, **SMALL)
+    masked = client.img2img([photo], prompt="a hill <lora:night:1>", **part, **SMALL)
     assert pixels(masked) != pixels(plain)
     with pytest.raises(RuntimeError, match="inpaint"):
         client.img2img([photo], prompt="a hill", mask_image=mask, **SMALL)
