@@ -31,6 +31,7 @@ from loramux.diffusion.rows import RowLora
 from loramux.diffusion.samplers import SamplerFactory
 from loramux.errors import AdapterNotFound, DoesNotFit, InvalidRequest, LoramuxError
 from loramux.image_backend import ImageAdapterCard
+from loramux.kernels.cpu.vector_math import detect_cpu
 from loramux.memory.tiers import AdapterState
 from loramux.types.composition import SumPart, check_alone
 from loramux.types.image import ImageRequest
@@ -60,6 +61,7 @@ class ImageEngine:
         prompt_cache_bytes: int = PROMPT_CACHE_BYTES,
     ) -> None:
         """`loads` runs the loads of adapters; None: steps wait for them."""
+        detect_cpu()
         self.family: Family = family_of(pipe)
         self.samplers = SamplerFactory(pipe.scheduler)
         self.prompts = PromptCache(prompt_cache_bytes)

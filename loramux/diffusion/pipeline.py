@@ -15,6 +15,7 @@ import transformers
 
 from loramux.diffusion.families.find import find_family
 from loramux.errors import InvalidRequest, UnsupportedModel
+from loramux.kernels.cpu.vector_math import detect_cpu
 
 INDEX_NAME = "model_index.json"
 DEFAULTS_NAME = "loramux.json"
@@ -29,6 +30,7 @@ def load_pipeline(folder: Path, *, dtype: str = "auto", device: str = "cpu") -> 
 
     Raises UnsupportedModel before any weight is read, if its class is not served.
     """
+    detect_cpu()
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     if dtype not in DTYPES:

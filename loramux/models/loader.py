@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loramux.errors import UnsupportedModel
+from loramux.kernels.cpu.vector_math import detect_cpu
 from loramux.models.architectures import DecoderConfig, parse_config
 from loramux.models.checkpoint import Slot, checkpoint_slots
 from loramux.models.decoder import Decoder
@@ -61,6 +62,7 @@ def load_model(
     before_reading: changes the decoder's linears while their weights are undefined
     in_background: return at once, and read the weights on a thread, see LoadedModel.reading
     """
+    detect_cpu()
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
     hf_config = read_config(folder)
     config = parse_config(hf_config)
