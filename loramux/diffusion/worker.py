@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
-import signal
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import diffusers
 import transformers
 
+from loramux.backend import AdapterUse
 from loramux.device_choice import choose_device
 from loramux.diffusion.catalog import ReadAdapter
 from loramux.diffusion.digest import pipeline_digest
 from loramux.diffusion.engine import ImageEngine
+from loramux.diffusion.events import ImageEvent
 from loramux.diffusion.memory import MemoryOptions
 from loramux.diffusion.messages import Command, Draw, Report, StartImages
 from loramux.diffusion.options import ImageEngineOptions
@@ -33,39 +30,26 @@ from loramux.diffusion.stats import adapter_uses, engine_stats
 from loramux.diffusion.updates import UpdateSender
 from loramux.errors import LoramuxError
 from loramux.image_backend import ImageAdapterCard, ImageCard
-from loramux.log_lines import use_one_line_records
 from loramux.memory.usage import UsageFile
 from loramux.worker.channel import EngineChannel
 from loramux.worker.heartbeat import HeartbeatThread
 from loramux.worker.messages import (
     Abort,
-    Adopt,
     Answer,
     Examine,
-    Failed,
-    ListUses,
-    Message,
-    Pin,
-    Prewarm,
     Progress,
-    Ready,
     Refused,
     Register,
     RegisterMany,
     Registration,
-    Remove,
-    ResidencyUpdate,
     Verify,
     encode_error,
 )
+from loramux.worker.step_loop import StepLoop, registration_of, run_process, serve_engine
 
 _log = logging.getLogger(__name__)
-_STATS_INTERVAL_S = 0.2
 _NUM_READERS = 2
 _NUM_LOADERS = 2
-# With this set in its environment, the engine checks its pages, leases and queues after every step,
-# and dies of what it finds: for tests of faults.
-CHECKING = "LORAMUX_CHECK_INTEGRITY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +59,8 @@ class Fitted:
     draw: Draw
 
 
-class Moved:
-    """Wakes the loop: a thread has moved an adapter between the tiers."""
-
-
-class ImageWorker:
-    """Runs the step loop, and carries out the server's commands between steps."""
+class ImageWorker(StepLoop[ImageEvent, ImageAdapterCard]):
+    """The step loop of an image engine."""
 
     def __init__(
         self,
@@ -89,96 +69,40 @@ class ImageWorker:
         heart: HeartbeatThread,
         usage: UsageFile | None = None,
     ) -> None:
+        memory = engine.memory
+        super().__init__(engine, memory.residency, memory.placement, channel, heart, usage)
         self._engine = engine
-        self._channel = channel
-        self._heart = heart
-        self._usage = usage
         self._updates = UpdateSender(channel.send)
-        self._inbox: queue.SimpleQueue[Command | ReadAdapter | Fitted | Moved] = queue.SimpleQueue()
         # Adapters are read and checked on other threads, so that the step loop goes on.
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="read")
         # Requests whose source images are being decoded there.
         self._fitting: set[str] = set()
-        self._stats_sent_s = 0.0
-        # False after any change since the last report; an idle engine must have reported it.
-        self._is_reported = False
-        self._residency_version = 0
-        self._is_open = True
-        self._is_checking = bool(os.environ.get(CHECKING))
-        self._loop_thread = 0
 
     def run(self) -> None:
-        self._loop_thread = threading.get_ident()
-        self._engine.memory.placement.moves.on_move = self._wake_after_move
-        threading.Thread(target=self._receive_commands, daemon=True, name="commands").start()
-        while self._is_open:
-            self._handle_commands()
-            if self._is_open and self._engine.has_work:
-                self._step()
+        super().run()
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._updates.stop()
-        if self._usage is not None:
-            records = self._engine.memory.residency.records.values()
-            self._usage.save({r.cid: r.hits + r.misses for r in records if r.hits + r.misses})
 
-    def _step(self) -> None:
-        self._heart.begin_step()
-        events = self._engine.step()
-        self._heart.end_step()
-        if self._is_checking:
-            self._engine.check_integrity()
-        for event in events:
-            self._updates.put(event)
-        self._is_reported = False
-        if time.monotonic() - self._stats_sent_s > _STATS_INTERVAL_S:
-            self._send_stats()
-
-    def _send_stats(self) -> None:
-        self._stats_sent_s = time.monotonic()
-        self._is_reported = True
-        stats = engine_stats(self._engine)
-        self._channel.send(Report(stats=stats, residency=self._residency_update()))
-
-    def _residency_update(self) -> ResidencyUpdate | None:
-        placement = self._engine.memory.placement
-        if placement.moves.version == self._residency_version:
-            return None
-        changes = placement.changes_since(self._residency_version)
-        self._residency_version = changes.version
-        return ResidencyUpdate(changes.tiers, changes.is_full)
-
-    def _wake_after_move(self) -> None:
-        if threading.get_ident() != self._loop_thread and self._inbox.empty():
-            self._inbox.put(Moved())
-
-    def _receive_commands(self) -> None:
-        while (command := self._channel.receive()) is not None:
-            self._inbox.put(cast(Command, command))
-        # The server is gone, and a step may take minutes.
+    def _server_is_gone(self) -> None:
+        # A step may take minutes.
         os._exit(1)
 
-    def _handle_commands(self) -> None:
-        """Handles the commands that have arrived; blocks only while there is nothing to draw."""
-        while self._is_open:
-            is_idle = not self._engine.has_work
-            if is_idle and not self._is_reported:
-                self._send_stats()
-            try:
-                command = self._inbox.get(block=is_idle)
-            except queue.Empty:
-                return
-            self._handle_command(command)
-            self._is_reported = False
+    def _send_events(self, events: list[ImageEvent]) -> None:
+        for event in events:
+            self._updates.put(event)
+        if self._is_report_due:
+            self._send_stats([])
 
-    def _handle_command(self, command: Command | ReadAdapter | Fitted | Moved) -> None:
-        match command:
-            case Moved():
-                pass
+    def _report(self, events: list[ImageEvent]) -> Report:
+        return Report(stats=engine_stats(self._engine), residency=self._residency_update())
+
+    def _handle(self, item: Command | ReadAdapter | Fitted) -> None:
+        match item:
             case Draw(request=request) if request.source is None:
-                self._draw(command)
+                self._draw(item)
             case Draw(request=request):
                 self._fitting.add(request.request_id)
-                self._readers.submit(self._fit, command)
+                self._readers.submit(self._fit, item)
             case Fitted(draw=draw):
                 # It may have been aborted meanwhile.
                 if draw.request.request_id in self._fitting:
@@ -189,13 +113,9 @@ class ImageWorker:
                 self._engine.abort(request_id)
                 self._updates.close(request_id)
             case ReadAdapter():
-                self._engine.admit(command)
+                self._engine.admit(item)
             case Register() | RegisterMany() | Verify() | Examine():
-                self._start_reading(command)
-            case Adopt() | Remove() | Pin() | Prewarm() | ListUses():
-                self._handle_adapter_command(command)
-            case _:
-                self._is_open = False
+                self._start_reading(item)
 
     def _draw(self, draw: Draw) -> None:
         request_id = draw.request.request_id
@@ -220,115 +140,65 @@ class ImageWorker:
 
     def _start_reading(self, command: Register | RegisterMany | Verify | Examine) -> None:
         """Starts a command that reads files on a thread, which sends the answer."""
-        match command:
-            case Register(path=path):
-                self._answer(command.call_id, lambda answer: self._register(path, answer))
-            case RegisterMany(paths=paths):
-                self._readers.submit(self._register_many, command.call_id, paths)
-            case Verify(cid=cid):
+        catalog = self._engine.memory.catalog
 
-                def verify(answer: Answer[ImageAdapterCard]) -> None:
-                    answer.adapter = self._engine.memory.catalog.verify(cid)
+        def fill(answer: Answer[ImageAdapterCard]) -> None:
+            match command:
+                case Register(path=path):
+                    found = self._register(Path(path))
+                    answer.adapter = found.card
+                    # The answer does not wait for the disk.
+                    self._readers.submit(self._engine.memory.write_disk, found)
+                case RegisterMany(paths=paths):
+                    answer.registrations = [registration_of(self._store, p) for p in paths]
+                case Verify(cid=cid):
+                    answer.adapter = catalog.verify(cid)
+                case Examine(path=path):
+                    answer.report = catalog.examine(Path(path))
 
-                self._answer(command.call_id, verify)
-            case Examine(path=path):
+        self._answer_from(self._readers, command.call_id, fill)
 
-                def examine(answer: Answer[ImageAdapterCard]) -> None:
-                    answer.report = self._engine.memory.catalog.examine(Path(path))
-
-                self._answer(command.call_id, examine)
-
-    def _answer(self, call_id: int, fill: Callable[[Answer[ImageAdapterCard]], None]) -> None:
-        """Lets a thread fill and send an answer."""
-
-        def work() -> None:
-            answer = Answer[ImageAdapterCard](call_id=call_id)
-            try:
-                fill(answer)
-            except Exception as error:  # The caller waits for an answer, whatever the error is.
-                answer = Answer(call_id=call_id, error=encode_error(error))
-            self._send_from_thread(answer)
-
-        self._readers.submit(work)
-
-    def _register(self, path: str, answer: Answer[ImageAdapterCard]) -> None:
-        found = self._engine.memory.catalog.identify(Path(path))
+    def _register(self, path: Path) -> ReadAdapter:
+        found = self._engine.memory.catalog.identify(path)
         # Before the answer: requests for the adapter follow it in the inbox.
         self._inbox.put(found)
-        answer.adapter = found.card
-        self._readers.submit(self._engine.memory.write_disk, found)
+        return found
 
-    def _register_many(self, call_id: int, paths: tuple[str, ...]) -> None:
-        registrations = []
-        for path in paths:
-            answer = Answer[ImageAdapterCard](call_id=call_id)
-            try:
-                self._register(path, answer)
-            except Exception as error:  # The caller waits for an answer, whatever the error is.
-                registrations.append(Registration[ImageAdapterCard](error=encode_error(error)))
-            else:
-                registrations.append(Registration(adapter=answer.adapter))
-        self._send_from_thread(Answer(call_id=call_id, registrations=registrations))
+    def _store(self, path: Path) -> Registration[ImageAdapterCard]:
+        """Writes one adapter to the disk before the next is read: many would fill the memory."""
+        found = self._register(path)
+        self._engine.memory.write_disk(found)
+        return Registration(adapter=found.card)
 
-    def _send_from_thread(self, message: Message) -> None:
-        # If the server is gone, the receiving thread ends the process.
-        with contextlib.suppress(OSError):
-            self._channel.send(message)
+    def _known(self) -> Iterable[ImageAdapterCard]:
+        return self._engine.memory.catalog.known()
 
-    def _handle_adapter_command(
-        self, command: Adopt[ImageAdapterCard] | Remove | Pin | Prewarm | ListUses
-    ) -> None:
-        engine, residency = self._engine, self._engine.memory.residency
-        match command:
-            case Adopt(card=card):
-                engine.adopt(card)
-            case Remove(cid=cid):
-                with contextlib.suppress(LoramuxError):
-                    engine.remove_adapter(cid)
-            case Pin(call_id=call_id, cid=cid, is_pinned=is_pinned):
-                answer = Answer[ImageAdapterCard](call_id=call_id)
-                try:
-                    residency.pin(cid, is_pinned=is_pinned)
-                    residency.poll()
-                except LoramuxError as error:
-                    answer.error = encode_error(error)
-                self._channel.send(answer)
-            case Prewarm(cids=cids, num_busiest=num_busiest):
-                known = [card.cid for card in engine.memory.catalog.known()]
-                busiest = [] if self._usage is None else self._usage.busiest(known, num_busiest)
-                residency.prewarm([*(cid for cid in cids if cid in known), *busiest])
-                residency.poll()
-            case ListUses(call_id=call_id):
-                self._channel.send(Answer(call_id=call_id, uses=adapter_uses(engine)))
+    def _adopt(self, card: ImageAdapterCard) -> None:
+        self._engine.adopt(card)
+
+    def _remove(self, cid: str) -> None:
+        with contextlib.suppress(LoramuxError):
+            self._engine.remove_adapter(cid)
+
+    def _uses(self) -> list[AdapterUse]:
+        return adapter_uses(self._engine)
 
 
 def serve(connection: socket.socket) -> int:
     """Serves the server at the other end of the socket; returns the exit status."""
-    channel = EngineChannel(connection, Command)
-    start = channel.receive()
-    if not isinstance(start, StartImages):
-        return 1
-    heart = HeartbeatThread(channel)
+    return serve_engine(connection, Command, StartImages, open_loop)
+
+
+def open_loop(
+    start: StartImages, channel: EngineChannel, heart: HeartbeatThread
+) -> tuple[ImageCard, ImageWorker]:
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
-    try:
-        options = ImageEngineOptions.from_wire(start.options)
-        channel.send(Progress(what="Loading the image model", share=0.0))
-        engine, card = open_engine(options)
-        channel.send(Ready(card=card))
-    except (LoramuxError, OSError, MemoryError) as error:
-        # The operator reads it, who may know the paths.
-        known = error if isinstance(error, LoramuxError) else LoramuxError(repr(error))
-        with contextlib.suppress(ConnectionError):  # The server itself may be gone.
-            channel.send(Failed(error=encode_error(known)))
-        return 1
+    options = ImageEngineOptions.from_wire(start.options)
+    channel.send(Progress(what="Loading the image model", share=0.0))
+    engine, card = open_engine(options)
     usage = None if options.disk_folder is None else UsageFile(options.disk_folder)
-    try:
-        ImageWorker(engine, channel, heart, usage).run()
-    except ConnectionError:
-        # The server died while this process was sending.
-        return 1
-    return 0
+    return card, ImageWorker(engine, channel, heart, usage)
 
 
 def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
@@ -382,11 +252,4 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
 
 
 if __name__ == "__main__":
-    # The server stops the engine, after it has drained its requests; a Ctrl-C in its terminal or a
-    # SIGTERM to the group of processes must not end the engine first.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    use_one_line_records()
-    status = serve(socket.socket(fileno=int(sys.argv[1])))
-    # Daemon threads may still hold the socket, and nothing is left to clean up.
-    os._exit(status)
+    run_process(serve)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from loramux import LLM, LoRARequest, SamplingParams
@@ -205,6 +206,7 @@ async def gauge(client: httpx2.AsyncClient, name: str) -> float:
 
 
 def test_sigterm_lets_what_runs_end_and_exits_with_zero(folder: Path, tmp_path: Path) -> None:
+    """As systemd does, the signal goes to all processes of the server."""
     flags = ["--model", str(folder / "model"), "--served-model-name", "base"]
     with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
 
@@ -215,6 +217,8 @@ def test_sigterm_lets_what_runs_end_and_exits_with_zero(folder: Path, tmp_path: 
                 reading = read_events(client, {**body, "stream": True}, begun)
                 stream = asyncio.create_task(reading)
                 await begun.wait()
+                for process in psutil.Process(running.process.pid).children(recursive=True):
+                    process.send_signal(signal.SIGTERM)
                 running.process.send_signal(signal.SIGTERM)
                 return await stream
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from loramux.backend import EngineStats
-from loramux.engine import worker
 from loramux.engine.messages import Add, Events, Finish, Identify, Reply, Start
 from loramux.engine.worker import serve
 from loramux.types.adapter import AdapterCard
+from loramux.worker import step_loop
 from loramux.worker.channel import ServerChannel
 from loramux.worker.hosted import StatsView
 from loramux.worker.messages import (
@@ -178,7 +178,7 @@ def test_the_engine_reports_its_memory_before_it_becomes_idle(
 ) -> None:
     """Catches statistics that are zero or stale until the next request."""
     # Every step reports, so that a request which ends within the interval is seen running.
-    monkeypatch.setattr(worker, "_STATS_INTERVAL_S", 0)
+    monkeypatch.setattr(step_loop, "_STATS_INTERVAL_S", 0)
 
     async def talk(channel: ServerChannel) -> None:
         view = StatsView(EngineStats())
@@ -210,7 +210,7 @@ def test_the_engine_reports_its_memory_before_it_becomes_idle(
 def test_statistics_are_sent_with_the_last_token_and_not_in_between(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_STATS_INTERVAL_S", math.inf)
+    monkeypatch.setattr(step_loop, "_STATS_INTERVAL_S", math.inf)
 
     async def talk(channel: ServerChannel) -> None:
         await next_of(channel, Ready)
