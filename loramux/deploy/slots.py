@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from loramux.private_files import make_private_folder
 MAX_SLOTS = 256
 # A file in the folder of a place from when it is taken until it is freed.
 _TAKEN = "taken"
+# The server of a replica that failed is killed, but on a busy machine may live a while longer.
+_LEFT_WAIT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +49,30 @@ def take_slot(host: str, first_port: int, *, root: Path | None = None) -> Slot:
         raise LoramuxError(f"{root} belongs to another user. Remove it.")
     ports = range(first_port, first_port + MAX_SLOTS)
     left = [port for port in ports if (root / str(port) / _TAKEN).exists()]
-    for port in [*left, *ports]:
-        slot = _take(host, port, root / str(port))
-        if slot is not None:
-            return slot
+    for places, wait_s in ((left, _LEFT_WAIT_S), (ports, 0.0)):
+        for port in places:
+            slot = _take(host, port, root / str(port), wait_s)
+            if slot is not None:
+                return slot
     raise LoramuxError(
         f"No port from {ports[0]} to {ports[-1]} is free on {host}. Set fleet.engine_port."
     )
 
 
-def _take(host: str, port: int, folder: Path) -> Slot | None:
+def _take(host: str, port: int, folder: Path, wait_s: float) -> Slot | None:
+    """`wait_s`: how long a port may be busy although no replica has its place."""
     make_private_folder(folder)
     lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_free(host, port):
+        deadline = time.monotonic() + wait_s
+        while not (is_free := _is_free(host, port)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if is_free:
             (folder / _TAKEN).touch(mode=0o600)
             return Slot(port, folder, lock)
+        # Another program has it now.
+        (folder / _TAKEN).unlink(missing_ok=True)
     except BlockingIOError:
         pass
     os.close(lock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import tomllib
 from pathlib import Path
 
@@ -33,6 +34,22 @@ def test_a_successor_takes_the_place_of_a_replica_that_failed(tmp_path: Path) ->
     assert fourth.port == first.port
     for slot in (second, successor, fourth):
         slot.free()
+
+
+def test_a_successor_waits_for_the_end_of_the_server_of_its_place(tmp_path: Path) -> None:
+    port = min(free_ports(1)[0], 60_000)
+    first, second = (take_slot(HOST, port, root=tmp_path) for _ in range(2))
+    with socket.socket() as server:
+        server.bind((HOST, second.port))
+        server.listen()
+        os.close(second.lock)
+        ending = threading.Timer(0.5, server.close)
+        ending.start()
+        successor = take_slot(HOST, first.port, root=tmp_path)
+        ending.join()
+    assert successor.port == second.port
+    first.free()
+    successor.free()
 
 
 def test_a_port_of_another_program_is_left_out(tmp_path: Path) -> None:
