@@ -18,6 +18,8 @@ from typer.main import get_command
 from loramux.cli.main import app
 from loramux.config.file import load_serve_config
 from loramux.config.paths import REGISTRY_VARIABLE
+from loramux.deploy.serve_config import serve_config
+from loramux.deploy.spec_file import read_spec
 from loramux.router.members import NamedMembers, find_members
 from tests.kubernetes_schemas import SCHEMAS
 from tests.serve_flags import served
@@ -232,6 +234,7 @@ def test_autoscaling_reads_metrics_that_servers_have() -> None:
 
 def test_the_replicas_of_ray_take_their_settings() -> None:
     config = yaml.safe_load(found("RayService")["spec"]["serveConfigV2"])
+    assert config == serve_config(read_spec(ROOT / "deploy" / "ray_spec.yaml"))
     engines, front = config["applications"]
     settings = engines["args"]["settings"]
     assert load_serve_config(dict(settings), None).model == settings["model"]
