@@ -105,6 +105,16 @@ def test_three_columns_answer_in_one_batch_with_valid_receipts(
     assert serious(page) == []
 
 
+def test_stop_ends_all_columns_and_runs_none(page: Page, server: UiServer) -> None:
+    view(page, server)
+    page.get_by_label("Prompt", exact=True).fill("Count from one to a thousand.")
+    page.get_by_label("Max tokens").fill("1000")
+    page.get_by_role("button", name="Run 3 columns").click()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_text("you", exact=True)).to_have_count(3)
+    expect(page.get_by_role("button", name="Run 3 columns")).to_be_visible()
+
+
 def test_weights_schema_and_code_of_a_column(page: Page, server: UiServer) -> None:
     view(page, server)
     page.get_by_label("Column 2, weight of json").fill("0.5")

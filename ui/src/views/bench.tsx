@@ -73,12 +73,13 @@ export function Bench<Output>(props: BenchProps<Output>) {
           </p>
         )}
         <div class="bar">
+          {/* Two elements: one that became a submit button within its click would submit the form. */}
           {isRunning ? (
-            <button type="button" class="danger" onClick={() => columns.stop()}>
+            <button key="stop" type="button" class="danger" onClick={() => columns.stop()}>
               Stop
             </button>
           ) : (
-            <button type="submit" class="primary">
+            <button key="run" type="submit" class="primary">
               Run {list.length === 1 ? "1 column" : `${list.length} columns`}
             </button>
           )}
