@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -21,6 +22,9 @@ from loramux.errors import InvalidRequest, UnsupportedModel
 TEMPLATE_ARGUMENTS = frozenset({"documents", "continue_final_message"})
 """Arguments of transformers' apply_chat_template that a request may set."""
 _INLINE_CHARACTERS = 1024
+# Two threads that import parts of transformers at once may each find the other's half done: Python
+# hands out unfinished modules rather than let threads wait for each other in a circle.
+_importing = threading.Lock()
 
 
 class Tokenizer:
@@ -241,7 +245,7 @@ class Tokenizer:
 
 def import_library() -> None:
     """Import the tokenizer library ahead of the first tokenizer."""
-    with contextlib.suppress(ImportError):  # reported when a tokenizer is loaded
+    with contextlib.suppress(ImportError), _importing:  # reported when a tokenizer is loaded
         from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
@@ -268,13 +272,14 @@ def _tokenizer_class(folder: Path) -> Any:
 
     AutoTokenizer imports torch: 7.7 s and 392 MB instead of 2.2 s and 118 MB.
     """
-    if (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
+    with _importing:
+        if (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
+            return PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer
+        return AutoTokenizer
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
