@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -45,6 +46,16 @@ if importlib.util.find_spec("hypothesis") is not None:
         "full", deadline=None, derandomize=is_ci, max_examples=150, stateful_step_count=50
     )
     settings.load_profile(os.environ.get("LORAMUX_HYPOTHESIS", "quick"))
+
+
+def pytest_collection_finish() -> None:
+    """Takes what is imported out of garbage collections, whose time tests pay otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
