@@ -52,6 +52,7 @@ def pytest_collection_finish() -> None:
     """Takes what is imported out of garbage collections, whose time tests pay otherwise."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_unconfigure() -> None:
@@ -66,5 +67,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+        # torch.manual_seed() takes a hundred times as long, to ask for devices that are not used.
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
     interpreter.quicken()

@@ -321,6 +321,7 @@ def serve(connection: socket.socket) -> int:
         known = error if isinstance(error, LoramuxError) else LoramuxError(repr(error))
         with contextlib.suppress(ConnectionError):  # The server itself may be gone.
             channel.send(Failed(error=encode_error(known)))
+        channel.close()
         return 1
     usage = None if options.disk_folder is None else UsageFile(options.disk_folder)
     try:

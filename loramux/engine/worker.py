@@ -364,6 +364,7 @@ def serve(connection: socket.socket) -> int:
         known = error if isinstance(error, LoramuxError) else LoramuxError(repr(error))
         with contextlib.suppress(ConnectionError):  # The server itself may be gone.
             channel.send(Failed(error=encode_error(known)))
+        channel.close()
         return 1
     try:
         usage = None if config.disk_folder is None else UsageFile(Path(config.disk_folder))
