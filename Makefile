@@ -27,6 +27,8 @@ export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of Python processes, each of which would compile every module once more.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup serve draw check test test-all test-clients test-ray test-plain bench docs ui clean
 

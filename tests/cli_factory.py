@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from typer import testing
 from typer.testing import CliRunner, Result
 
 from loramux.cli.main import app
 from loramux.registry.registry import Registry
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
+from tests.registry_factory import write_empty_registry
 from tests.store_factory import write_tiny
 
 NAME = "alice/flagger"
 # Wide, so that tables are not wrapped.
 ENVIRONMENT = {"COLUMNS": "240", "LORAMUX_REGISTRY": "", "LORAMUX_DATA": ""}
+
+# Each call of a runner would build all commands from the signatures of their functions once more,
+# which takes longer than most commands run.
+testing._get_command = functools.cache(testing._get_command)
 
 
 class Shell:
@@ -49,6 +56,8 @@ class Shell:
 
     def push(self, reference: str, seed: int = 0) -> str:
         """The CID."""
+        if not self.data.exists():
+            write_empty_registry(self.data / "registry.db")
         self.ok("push", self.adapter(seed), reference)
         return str(self.in_library(lambda library: library.registry.resolve(reference).cid))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import tempfile
+from pathlib import Path
 
 from sqlalchemy import delete, insert, update
 
@@ -30,6 +33,22 @@ def make_cid(seed: object) -> str:
 def make_content(seed: object = 0, *, base_model: str | None = "tiny") -> Content:
     manifest = {"format": "loramux-adapter/1", "config": {"r": 4}, "files": {}, "seed": str(seed)}
     return Content(cid=make_cid(seed), manifest=manifest, size_bytes=100, base_model=base_model)
+
+
+@functools.cache
+def _empty_registry() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "registry.db"
+        Database(path).close()
+        return path.read_bytes()
+
+
+def write_empty_registry(path: Path) -> Path:
+    """Writes a database with all tables and no rows, without running the migrations again."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_bytes(_empty_registry())
+    return path
 
 
 def wipe(database: Database) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,7 @@ VERSION_TABLE = "loramux_registry_schema"
 ALEMBIC_LOCK = threading.Lock()
 
 
+@functools.cache
 def open_scripts() -> ScriptDirectory:
     return ScriptDirectory(str(FOLDER), version_locations=[str(FOLDER)])
 

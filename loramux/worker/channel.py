@@ -30,8 +30,12 @@ class EngineChannel:
         """Returns the next command; None if the server is gone, after which nothing can be read."""
         command = self._read()
         if command is None:
-            self._reader.close()
+            self.close()
         return command
+
+    def close(self) -> None:
+        """Ends receive(); what is sent still arrives."""
+        self._reader.close()
 
     def _read(self) -> Message | None:
         try:

@@ -280,6 +280,7 @@ def serve_engine(
         known = error if isinstance(error, LoramuxError) else LoramuxError(repr(error))
         with contextlib.suppress(ConnectionError):  # The server itself may be gone.
             channel.send(Failed(error=encode_error(known)))
+        channel.close()
         return 1
     # The server may die while this process is sending.
     with contextlib.suppress(ConnectionError):

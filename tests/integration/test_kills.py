@@ -28,10 +28,7 @@ from tests.store_factory import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get("LORAMUX_KILL_SEED", "1"))
-NUM_KILLS = {
-    kind: int(os.environ.get("LORAMUX_KILLS", default))
-    for kind, default in (("sqlite", "25"), ("postgresql", "10"))
-}
+NUM_KILLS = os.environ.get("LORAMUX_KILLS")
 NUM_SOURCES = 40
 MAX_ACTIONS = 8
 # A push, the longest action, takes about as many.
@@ -152,9 +149,17 @@ def check_leftovers(root: Path, url: str) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize(
+    ("kind", "num_kills"),
+    [
+        ("sqlite", 12),
+        ("postgresql", 6),
+        pytest.param("sqlite", 25, marks=pytest.mark.slow),
+        pytest.param("postgresql", 10, marks=pytest.mark.slow),
+    ],
+)
 def test_whatever_was_told_to_be_done_is_there_after_kill_9(
-    tmp_path: Path, request: pytest.FixtureRequest, kind: str
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, num_kills: int
 ) -> None:
     url = str(tmp_path / "registry.db")
     if kind == "postgresql":
@@ -166,7 +171,7 @@ def test_whatever_was_told_to_be_done_is_there_after_kill_9(
     expected = Expected()
     done: set[str] = set()
     with worker(tmp_path, url) as process:
-        for seed in range(SEED, SEED + NUM_KILLS[kind]):
+        for seed in range(SEED, SEED + int(NUM_KILLS or num_kills)):
             events = run_until_killed(process, seed)
             for event in events:
                 expected.apply(event)

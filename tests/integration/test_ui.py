@@ -265,6 +265,18 @@ def test_three_thousand_rows_filter_and_scroll(
     assert NUM_STORED == 3000
 
 
+def stream_until(is_over: threading.Event, server: UiServer, name: str) -> None:
+    body = {"model": name, "prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True}
+    key, path = {"authorization": f"Bearer {server.admin}"}, f"{server.url}/v1/completions"
+    with httpx2.stream(
+        "POST", path, json=body | {"stream": True}, headers=key, timeout=60
+    ) as answer:
+        assert answer.status_code == 200
+        for _ in answer.iter_lines():
+            if is_over.is_set():
+                return
+
+
 def test_live_view_follows_traffic(page: Page, server: UiServer) -> None:
     view(page, server, "live")
     expect(page.get_by_text("Nothing runs now.")).to_be_visible()
@@ -272,9 +284,9 @@ def test_live_view_follows_traffic(page: Page, server: UiServer) -> None:
     expect(cells.first).to_be_visible()
     num_pages = call(server, "/v1/stats")["pages"]
     assert cells.count() == min(512, num_pages)
-    body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
+    is_over = threading.Event()
     load = [
-        threading.Thread(target=call, args=(server, "/v1/completions", body | {"model": name}))
+        threading.Thread(target=stream_until, args=(is_over, server, name))
         for name in ("pirate", "shout", "sentiment")
     ]
     for one in load:
@@ -290,6 +302,7 @@ def test_live_view_follows_traffic(page: Page, server: UiServer) -> None:
     tokens = page.locator(".tile").filter(has_text="Tokens/s").locator("dd")
     expect(tokens).not_to_have_text("0.0")
     assert serious(page) == []
+    is_over.set()
     for one in load:
         one.join()
     expect(page.get_by_text("Nothing runs now.")).to_be_visible()

@@ -99,6 +99,14 @@ def test_a_busy_engine_collects_when_memory_has_doubled() -> None:
         assert fake.calls == ["collect"]
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_the_gc_module_can_be_controlled() -> None:
     before = gc.get_threshold()
     with FullCollections(owns_process=True) as controller:

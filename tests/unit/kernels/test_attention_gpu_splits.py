@@ -51,9 +51,17 @@ def test_any_shape_of_tiles_equals_the_reference(
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 128])
+# Each group of heads with one dimension, and each dimension with two groups.
+PARTS = [(1, 64, 24), (3, 1024, 16), (4, 2048, 128), (6, 512, 24), (8, 4096, 16), (16, 64, 128)]
+
+
 @pytest.mark.parametrize(
-    ("group", "merged"), [(1, 64), (3, 1024), (4, 2048), (6, 512), (8, 4096), (16, 64)]
+    ("group", "merged", "head_dim"),
+    [
+        pytest.param(group, merged, dim, marks=() if dim == quick else pytest.mark.slow)
+        for group, merged, quick in PARTS
+        for dim in (16, 24, 128)
+    ],
 )
 def test_parts_of_decodes_add_up(
     group: int, merged: int, head_dim: int, monkeypatch: pytest.MonkeyPatch

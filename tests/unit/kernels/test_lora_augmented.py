@@ -61,12 +61,21 @@ each_launch = pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 
 
 def pairs(*launches: str) -> pytest.MarkDecorator:
-    """Every mix with the first launch, and the two mixes with most cases with the others."""
+    """Every mix with the first launch, and the mix with most cases with the others."""
     found = [(mix, launches[0]) for mix in MIXES]
     found += [(m, n) for n in launches[1:] for m in ("weighted", "one popular adapter")]
+    slow = {("one popular adapter", name) for name in launches[1:]}
     return pytest.mark.parametrize(
         ("mix", "launch"),
-        [pytest.param(mix, LAUNCHES[name], id=f"{mix}, {name}") for mix, name in found],
+        [
+            pytest.param(
+                mix,
+                LAUNCHES[name],
+                id=f"{mix}, {name}",
+                marks=pytest.mark.slow if (mix, name) in slow else (),
+            )
+            for mix, name in found
+        ],
     )
 
 

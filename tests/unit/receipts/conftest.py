@@ -7,4 +7,3 @@ from tests.unit.registry.conftest import database_url as database_url
 from tests.unit.registry.conftest import open_registry as open_registry
 from tests.unit.registry.conftest import postgres_database as postgres_database
 from tests.unit.registry.conftest import registry as registry
-from tests.unit.registry.conftest import sqlite_template as sqlite_template

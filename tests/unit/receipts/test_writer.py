@@ -14,7 +14,7 @@ from loramux.receipts.writer import BATCH_RECEIPTS, ReceiptWriter, to_record
 from loramux.registry.records import ReceiptFilter, StoredReceipt
 from loramux.registry.registry import Registry
 from tests.receipt_factory import make_receipt
-from tests.registry_factory import FakeClock, make_cid
+from tests.registry_factory import FakeClock, make_cid, write_empty_registry
 
 WAIT_S = 30.0
 
@@ -44,10 +44,8 @@ class HeldRegistry(Registry):
 
 
 @pytest.fixture
-def held(sqlite_template: Path, tmp_path: Path) -> Iterator[HeldRegistry]:
-    path = tmp_path / "held.db"
-    path.write_bytes(sqlite_template.read_bytes())
-    with HeldRegistry(path) as registry:
+def held(tmp_path: Path) -> Iterator[HeldRegistry]:
+    with HeldRegistry(write_empty_registry(tmp_path / "held.db")) as registry:
         yield registry
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from loramux.registry.database import Database
 from loramux.registry.registry import Registry
 from tests.postgres_server import PostgresServer
-from tests.registry_factory import FakeClock, wipe
+from tests.registry_factory import FakeClock, wipe, write_empty_registry
 
 KINDS = ["sqlite", "postgresql"]
 
@@ -26,13 +25,6 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("template") / "registry.db"
-    Database(path).close()
-    return path
-
-
-@pytest.fixture(scope="session")
 def postgres_database(postgres_server: PostgresServer) -> Iterator[Database]:
     database = Database(postgres_server.new_database())
     yield database
@@ -43,8 +35,7 @@ def postgres_database(postgres_server: PostgresServer) -> Iterator[Database]:
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a database with all tables and no rows."""
     if request.param == "sqlite":
-        template: Path = request.getfixturevalue("sqlite_template")
-        return f"sqlite:///{shutil.copy(template, tmp_path / 'registry.db')}"
+        return f"sqlite:///{write_empty_registry(tmp_path / 'registry.db')}"
     database: Database = request.getfixturevalue("postgres_database")
     wipe(database)
     return database.url.render_as_string(hide_password=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import httpx2
@@ -23,8 +24,17 @@ COMPLETIONS = "/v1/completions"
 def make_app(
     backend: ScriptedBackend | None = None, *, receipts: ReceiptIssuer | None = None, **options: Any
 ) -> FastAPI:
+    """Without arguments: the one application of a test file."""
+    if backend is None and receipts is None and not options:
+        return plain_app()
     backend = backend or ScriptedBackend()
     return create_app(backend, ServerOptions(**options), names=backend.names, receipts=receipts)
+
+
+@functools.cache
+def plain_app() -> FastAPI:
+    backend = ScriptedBackend()
+    return create_app(backend, ServerOptions(), names=backend.names)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -43,6 +53,16 @@ def request(app: FastAPI, method: str, path: str, **arguments: Any) -> httpx2.Re
 
     response: httpx2.Response = run(send())
     return response
+
+
+def post_each(app: FastAPI, path: str, bodies: Iterable[Any]) -> list[httpx2.Response]:
+    async def send() -> list[httpx2.Response]:
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [await client.post(path, json=body) for body in bodies]
+
+    responses: list[httpx2.Response] = run(send())
+    return responses
 
 
 def get(app: FastAPI, path: str, **arguments: Any) -> httpx2.Response:

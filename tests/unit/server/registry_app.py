@@ -23,6 +23,7 @@ from loramux.server.registry_adapters import RegistryAdapters
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
 from loramux.types.access import ALL_SCOPES, KeyScope
+from tests.registry_factory import write_empty_registry
 from tests.store_factory import CONFIG, write_image, write_tiny
 from tests.unit.server.scripted_backend import ScriptedBackend
 from tests.unit.server.scripted_images import ScriptedImages
@@ -99,6 +100,8 @@ def make_registry_app(
     folder: Path, *, in_streams: bool = True, has_images: bool = False, **options: Any
 ) -> RegistryApp:
     """`has_images`: whether the server has an image model too."""
+    if not (folder / "registry.db").exists():
+        write_empty_registry(folder / "registry.db")
     registry = Registry(folder / "registry.db")
     library = AdapterLibrary(ContentStore(folder / "store"), registry)
     adapters, writer = RegistryAdapters(library), KeptAtOnce(registry)

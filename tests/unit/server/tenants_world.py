@@ -310,6 +310,7 @@ VOLATILE = {
 }
 DRAWN = re.compile(
     r"lmx_[0-9a-f]{12}_[A-Za-z0-9_-]{43}"
+    r"|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
     r"|(?<![0-9a-f])(?:[0-9a-f]{24,32}|[0-9a-f]{12})(?![0-9a-f])"
 )
 HEADERS = {"x-request-id", "content-length", "x-loramux-tier"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ class Fixed:
         return self._caller
 
 
+@functools.cache
 def app_for(caller: Caller | LoramuxError) -> FastAPI:
     backend = ScriptedBackend()
     options = ServerOptions(allow_runtime_lora_updating=True)

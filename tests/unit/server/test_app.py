@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loramux.server.families.table import FAMILIES, OWN
 from tests.unit.server.asgi_client import complete, get, make_app, post, request
+from tests.unit.server.scripted_backend import ScriptedBackend
 
 ROUTES = {
     ("GET", "/v1/adapters"),
@@ -92,7 +93,7 @@ def test_allowed_origin_passes_the_preflight() -> None:
 
 def test_two_apps_count_apart() -> None:
     """A shared registry would fail at the second app, or mix their figures."""
-    first, second = make_app(), make_app()
+    first, second = make_app(ScriptedBackend()), make_app(ScriptedBackend())
     complete(first)
     assert 'vllm:generation_tokens_total{model_name="tiny-base"} 9.0' in get(first, "/metrics").text
     assert "vllm:generation_tokens_total{" not in get(second, "/metrics").text

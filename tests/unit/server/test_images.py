@@ -24,6 +24,9 @@ from loramux.diffusion.async_engine import AsyncImageEngine
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageForm
 from loramux.image_launch import engine_options
+from loramux.server.app import create_app
+from loramux.server.context import ServerOptions
+from loramux.server.images.drawing import ImageModel
 from loramux.server.images.names import ImageNames
 from loramux.specs import BatchPolicy, LoRAAdapter, LoRAConfig, ModelSpec
 from loramux.types.residency import Tier, key_of_cid
@@ -37,6 +40,8 @@ from tests.image_factory import (
 )
 from tests.image_server import image_client, save_adapters
 from tests.stock_pipeline import StockPipeline
+from tests.unit.server.asgi_client import post
+from tests.unit.server.scripted_images import ScriptedImages
 
 WEIGHTS = {"ink": 0.8, "night": 1.0, "clay": 1.0}
 
@@ -277,12 +282,14 @@ def test_sheaf_refuses_in_its_words(server):
     assert (reply.status_code, reply.json()["detail"]) == (404, "No deployment named 'other'")
 
 
-def test_sheaf_without_adapters_says_so(tmp_path):
-    with image_client(tmp_path) as client:
-        reply = client.post("/flux/predict", json=sheaf_body(adapters=["ink"]))
-        assert reply.status_code == 422
-        wanted = "Request specifies adapters ['ink'] but deployment 'flux' has no LoRA configured."
-        assert reply.json()["detail"] == wanted
+def test_sheaf_without_adapters_says_so():
+    images = ScriptedImages()
+    app = create_app(None, ServerOptions(), images=ImageModel(backend=images, names=images.names))
+    name = images.card.name
+    reply = post(app, f"/{name}/predict", sheaf_body(model_name=name, adapters=["ink"]))
+    assert reply.status_code == 422
+    wanted = f"Request specifies adapters ['ink'] but deployment '{name}' has no LoRA configured."
+    assert reply.json()["detail"] == wanted
 
 
 def test_sheaf_health_and_ready(server):

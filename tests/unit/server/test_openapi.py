@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -25,10 +26,13 @@ CHECKS = [
 ]
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", make_app())
+# Its thousands of bodies, each with one boundary value, take most of the time; drawn bodies have
+# such values too.
+schema.config.phases.coverage.enabled = os.environ.get("LORAMUX_HYPOTHESIS") == "full"
 
 
 @schema.parametrize()
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_server_error_and_no_undocumented_answer(case: Any) -> None:
     case.call_and_validate(checks=CHECKS)
 
