@@ -40,7 +40,7 @@ if importlib.util.find_spec("hypothesis") is not None:
     # examples each time, so that a failure there can be repeated.
     is_ci = bool(os.environ.get("CI"))
     settings.register_profile(
-        "quick", deadline=None, derandomize=is_ci, max_examples=30, stateful_step_count=30
+        "quick", deadline=None, derandomize=is_ci, max_examples=15, stateful_step_count=30
     )
     settings.register_profile(
         "full", deadline=None, derandomize=is_ci, max_examples=150, stateful_step_count=50

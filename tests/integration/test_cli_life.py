@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from tests.registry_scene import Scene, ask, client_of
 from tests.serve_factory import RunningServer
@@ -97,6 +98,7 @@ def move_under_streams(
     return moved, rolled_back
 
 
+@pytest.mark.slow
 def test_push_promote_ask_and_roll_back_from_the_command_line(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     first, second = (scene.make_adapter(f"v{number}", seed=number) for number in range(2))

@@ -153,9 +153,8 @@ def check_leftovers(root: Path, url: str) -> None:
     ("kind", "num_kills"),
     [
         ("sqlite", 12),
-        ("postgresql", 6),
+        ("postgresql", 10),
         pytest.param("sqlite", 25, marks=pytest.mark.slow),
-        pytest.param("postgresql", 10, marks=pytest.mark.slow),
     ],
 )
 def test_whatever_was_told_to_be_done_is_there_after_kill_9(

@@ -76,11 +76,13 @@ def test_1_a_model_of_an_unknown_type_ends_the_start() -> None:
         parse_config(config)
 
 
+@pytest.mark.slow
 def test_2_weights_of_a_merge_are_counted_by_the_server(scene: Scene) -> None:
     merged = {"ids": ["a0", "a3"], "weights": [1.0], "merge_strategy": "linear"}
     assert "must match" in scene.refusal(422, merged_adapters=merged)
 
 
+@pytest.mark.slow
 def test_3_damaged_files_and_those_of_another_base_are_refused(scene: Scene) -> None:
     for name in ("other-base", "truncated"):
         asked = {"adapter_id": str(scene.folder / name), "adapter_source": "local"}
@@ -88,6 +90,7 @@ def test_3_damaged_files_and_those_of_another_base_are_refused(scene: Scene) -> 
         assert "shape" in reason or "bytes" in reason or "q_proj" in reason, reason
 
 
+@pytest.mark.slow
 def test_4_and_7_ranks_and_the_number_of_adapters_need_no_limit_of_the_operator(
     scene: Scene,
 ) -> None:
@@ -102,6 +105,7 @@ def test_4_and_7_ranks_and_the_number_of_adapters_need_no_limit_of_the_operator(
     assert device["adapters"] < NUM_ADAPTERS if "adapters" in device else True
 
 
+@pytest.mark.slow
 def test_5_an_adapter_that_is_asked_for_again_and_again_stays_on_the_device(scene: Scene) -> None:
     """Scores by use and cost decide, not a timer: bursts of others do not push it out."""
     for number in range(1, 12):
@@ -112,6 +116,7 @@ def test_5_an_adapter_that_is_asked_for_again_and_again_stays_on_the_device(scen
     assert entry["tier"] == "device"
 
 
+@pytest.mark.slow
 def test_6_answers_belong_to_their_requests_in_any_order(scene: Scene) -> None:
     names = [f"a{number % NUM_ADAPTERS}" for number in range(24)][::-1]
     alone = {name: scene.alone.get(name) or scene.generate(name) for name in set(names)}
@@ -141,6 +146,7 @@ def test_9_health_generates_and_loads() -> None:
     assert deep.status_code == 503 and "adapters cannot be loaded" in json.dumps(deep.json())
 
 
+@pytest.mark.slow
 def test_10_an_id_that_does_not_fit_its_source_is_named(scene: Scene) -> None:
     token = "hf_secret_token"
     for source, name, words in (

@@ -83,7 +83,11 @@ def _is_of(reader: Reader, model: Any, adapter: Path) -> bool:
     return bool((logits.amax(dim=1) - chosen < 1e-3).all())
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["same folder", "another folder"])
+@pytest.mark.parametrize(
+    "in_place",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["same folder", "another folder"],
+)
 def test_answers_after_a_reload_are_the_new_weights_and_those_in_flight_the_old(
     in_place: bool, folder: Path, model: Any, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def no_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_the_server_serves_again_after_a_lack_of_descriptors_and_a_dead_engine(
     server: RunningServer,
 ) -> None:

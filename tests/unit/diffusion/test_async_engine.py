@@ -18,6 +18,7 @@ from loramux.diffusion.async_engine import AsyncImageEngine
 from loramux.diffusion.digest import pixel_digest, to_bytes
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.options import ImageEngineOptions
+from loramux.diffusion.worker import open_engine
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -170,6 +171,12 @@ def test_a_killed_engine_is_replaced_and_learns_its_adapters(use):
     use(work)
 
 
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    with pytest.raises(UnsupportedModel, match="model_index"):
+        open_engine(ImageEngineOptions(model=tmp_path))
+
+
+@pytest.mark.slow
 def test_a_folder_without_a_model_is_the_error_of_the_start(tmp_path: Path):
     engine = AsyncImageEngine(ImageEngineOptions(model=tmp_path))
     with pytest.raises(UnsupportedModel, match="model_index"):

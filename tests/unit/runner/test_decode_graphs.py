@@ -58,7 +58,10 @@ def test_only_a_single_sampled_token_is_a_decode() -> None:
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        *(("llama", mode) for mode in LORA_MODES),
+        *(
+            pytest.param("llama", mode, marks=pytest.mark.slow if mode in OF_ATTENTION else ())
+            for mode in LORA_MODES
+        ),
         ("gemma3", AUGMENTED),
         pytest.param("gemma3", SEGMENTED, marks=pytest.mark.slow),
     ],

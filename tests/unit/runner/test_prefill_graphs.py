@@ -44,7 +44,10 @@ def test_token_counts_end_with_the_largest_possible_step(most: int, counts: list
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        *(("llama", mode) for mode in LORA_MODES),
+        *(
+            pytest.param("llama", mode, marks=pytest.mark.slow if mode in OF_ATTENTION else ())
+            for mode in LORA_MODES
+        ),
         ("gemma3", AUGMENTED),
         pytest.param("gemma3", SEGMENTED, marks=pytest.mark.slow),
     ],
