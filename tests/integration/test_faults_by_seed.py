@@ -358,7 +358,7 @@ def check_receipts(world: World, outcomes: Outcomes) -> int:
         deadline = time.monotonic() + HEAL_S
         while True:
             stored = registry.find_receipts(ReceiptFilter(limit=10_000))
-            if len(stored) >= len(seen) or time.monotonic() > deadline:
+            if seen.keys() <= {one.id for one in stored} or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         ids = [one.id for one in stored]

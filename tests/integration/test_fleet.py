@@ -22,7 +22,7 @@ from tests.engine_factory import save_model_with_tokenizer
 from tests.fleet_factory import RunningFleet, running_fleet
 
 NUM_ADAPTERS = 32
-NUM_CLIENTS = 8
+NUM_CLIENTS = 5
 NUM_TOKENS = 10
 PROMPT = [5, 6, 7, 8]
 REFUSALS = (429, 502, 503, 504)

@@ -47,21 +47,22 @@ def test_a_restarted_replica_loads_the_busiest_of_what_the_hash_makes_its_own() 
                 for _ in range(number + 1):
                     await ask(app, body={"model": name_of(number)})
             assert not any(server.warmed for server in servers)
-            known = app.fleet.replicas[replicas[0].url]
-            own = [
-                name_of(number)
-                for number in reversed(range(NUM_ADAPTERS))
-                if app.fleet.homes(name_of(number), now=0, count=1) == [known]
-            ]
-            assert len(own) > 2
+            names: list[list[str]] = [[], [], []]
+            for name in map(name_of, reversed(range(NUM_ADAPTERS))):
+                (home,) = app.fleet.homes(name, now=0, count=1)
+                names[[replica.url for replica in replicas].index(home.url)].append(name)
+            # The hash is of ports, which differ from run to run: of these, one has most.
+            own = max(names, key=len)
+            restarted = names.index(own)
+            server = servers.pop(restarted)
             # The busiest of them is in its memory already.
             held = key_of_cid(make_cid(own[0]))
-            replicas[0].fields |= {"instance": "another", "moves": {held: 3}}
-            while len(servers[0].warmed) < len(own) - 1:
+            replicas[restarted].fields |= {"instance": "another", "moves": {held: 3}}
+            while len(server.warmed) < len(own) - 1:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
-            assert servers[0].warmed == own[1:] and servers[0].keys == {"Bearer own"}
-            assert not servers[1].warmed and not servers[2].warmed
+            assert server.warmed == own[1:] and server.keys == {"Bearer own"}
+            assert not any(server.warmed for server in servers)
 
     run(work())
 
