@@ -473,7 +473,7 @@ def run(world: World, num_rounds: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "num_rounds"),
     [
-        ("sqlite", 3),
+        ("sqlite", 5),
         pytest.param("postgresql", 8, marks=pytest.mark.slow),
         pytest.param("sqlite", 250, marks=pytest.mark.slow),
         pytest.param("postgresql", 250, marks=pytest.mark.slow),

@@ -21,8 +21,8 @@ from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import save_model_with_tokenizer
 from tests.fleet_factory import RunningFleet, running_fleet
 
-NUM_ADAPTERS = 32
-NUM_CLIENTS = 5
+NUM_ADAPTERS = 60
+NUM_CLIENTS = 8
 NUM_TOKENS = 10
 PROMPT = [5, 6, 7, 8]
 REFUSALS = (429, 502, 503, 504)
