@@ -52,10 +52,9 @@ check: $(STAMP) ## Formatting, lint, types, import contract, structure and langu
 	@echo "==> structure" && $(BIN)/python scripts/check_structure.py
 	@echo "==> language" && $(BIN)/python scripts/check_language.py
 
-# The tests of one file run in one process, so that they share its servers. The files keep their
-# order, in which those with the longest tests, and few of them, come first.
+# The tests of one file run in one process, so that they share its servers.
 PYTEST := $(BIN)/pytest --timeout=300
-PARALLEL := -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+PARALLEL := -n logical --maxprocesses=4 --dist=loadfile
 
 test: $(STAMP) ## The fast tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)

@@ -304,7 +304,7 @@ class Template:
 VOLATILE = {
     *("created", "created_at", "time", "latency_ms", "ttft_ms", "queue_ms", "load_ms", "timings"),
     *("e2e_latency", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration"),
-    *("modified_at", "expires_at", "last_use", "completed_at", "ends_at"),
+    *("modified_at", "expires_at", "last_use", "completed_at", "ends_at", "job_timestamp"),
     # Both tenants may have pushed the same content: its place is the server's.
     *("tier", "tier_found", "cold_miss"),
 }
@@ -341,4 +341,7 @@ def _without_times(value: Any) -> Any:
         return {key: _without_times(one) for key, one in value.items() if key not in VOLATILE}
     if isinstance(value, list):
         return [_without_times(one) for one in value]
-    return DRAWN.sub("ID", value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        # A1111's info is JSON in a string.
+        return _normal_text(value) if value.startswith("{") else DRAWN.sub("ID", value)
+    return value
