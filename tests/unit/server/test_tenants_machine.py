@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from loramux.server.access import OPEN, ROUTE_ACCESS
@@ -110,6 +110,8 @@ def check(world: World, template: Template, steps: list[Step]) -> list[httpx2.Re
         assert response.status_code != 500, (step, response.text)
         sent = template.fill(step.name, step.tenant)
         named[step.tenant] |= {sent, sent.partition("@")[0], sent.rpartition("*")[2]}
+        # A message about a sum may repeat what stands before its first slash.
+        named[step.tenant] |= {sent.partition("/")[0]} - set(TENANTS)
         shown = f"{response.headers} {response.text}"
         for echo in sorted(named[step.tenant], key=len, reverse=True):
             shown = shown.replace(echo, "")
@@ -150,7 +152,8 @@ def interference(template: Template, steps: list[Step]) -> None:
             assert normal(first) == normal(second), step
 
 
-@settings(max_examples=6)
+# Not shrunk: that takes minutes, as each example makes three registries.
+@settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(steps=st.lists(steps_of(), min_size=8, max_size=16))
 def test_tenants_see_and_change_nothing_of_each_other(
     template: Template, steps: list[Step]
