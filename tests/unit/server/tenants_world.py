@@ -336,11 +336,16 @@ def _normal_text(text: str) -> Any:
         return DRAWN.sub("ID", text)
 
 
+def _is_shared(value: Any) -> bool:
+    """Whether it is the entry of an adapter of both tenants, which the use by one makes known."""
+    return isinstance(value, dict) and str(value.get("id", "")).startswith("umbrella/")
+
+
 def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_times(one) for key, one in value.items() if key not in VOLATILE}
     if isinstance(value, list):
-        return [_without_times(one) for one in value]
+        return [_without_times(one) for one in value if not _is_shared(one)]
     if isinstance(value, str):
         # A1111's info is JSON in a string.
         return _normal_text(value) if value.startswith("{") else DRAWN.sub("ID", value)
