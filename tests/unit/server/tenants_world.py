@@ -306,7 +306,8 @@ VOLATILE = {
     *("e2e_latency", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration"),
     *("modified_at", "expires_at", "last_use", "completed_at", "ends_at", "job_timestamp"),
     # Both tenants may have pushed the same content: its place is the server's.
-    *("tier", "tier_found", "cold_miss"),
+    # A list counts the shared adapters that are known.
+    *("tier", "tier_found", "cold_miss", "total"),
 }
 DRAWN = re.compile(
     r"lmx_[0-9a-f]{12}_[A-Za-z0-9_-]{43}"
