@@ -206,7 +206,7 @@ async def gauge(client: httpx2.AsyncClient, name: str) -> float:
 
 
 def test_sigterm_lets_what_runs_end_and_exits_with_zero(folder: Path, tmp_path: Path) -> None:
-    """As systemd does, the signal goes to all processes of the server."""
+    """SIGTERM is sent to every process of the server, as systemd does."""
     flags = ["--model", str(folder / "model"), "--served-model-name", "base"]
     with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
 

@@ -12,5 +12,5 @@ import torch
 
 
 def detect_cpu() -> None:
-    """Lets MKL detect the CPU, on this thread alone: a process calls it before it computes."""
+    """Makes MKL detect the CPU on the calling thread; call it before several threads compute."""
     torch.zeros(1).cos()
