@@ -23,7 +23,7 @@ from tests.serve_factory import RunningServer, running_server
 from tests.storm import num_descriptors, storm
 
 FLAGS = ("--served-model-name", "base", "--dtype", "float32", "--device-memory", "64MiB")
-NUM_STREAMS, NUM_TOKENS = 8, 600
+NUM_STREAMS, NUM_TOKENS = 8, 1000
 BODY: dict[str, Any] = {"model": "base", "prompt": "The", "temperature": 0, "ignore_eos": True}
 MAX_GROWTH_BYTES = 256 * 2**20
 DEADLINE_S = 120.0
