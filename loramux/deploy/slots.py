@@ -20,7 +20,7 @@ from loramux.private_files import make_private_folder
 MAX_SLOTS = 256
 # A file in the folder of a place from when it is taken until it is freed.
 _TAKEN = "taken"
-# The server of a replica that failed is killed, but on a busy machine it may hold its port for seconds.
+# The server of a failed replica is killed, but on a busy machine it may hold its port for seconds.
 _LEFT_WAIT_S = 15.0
 
 
