@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,17 @@ class Keyed:
     """URL of a second router."""
     keys: dict[str, str]
     cids: dict[str, str]
+    closing: ExitStack
+    """Closes the clients at the end."""
+    clients: dict[tuple[str, str], openai.OpenAI] = field(default_factory=dict)
 
     def client(self, tenant: str, url: str = "") -> openai.OpenAI:
         base = f"{url or self.fleet.url}/v1"
-        return openai.OpenAI(base_url=base, api_key=self.keys[tenant], max_retries=0)
+        key = self.keys[tenant]
+        if (base, key) not in self.clients:
+            client = openai.OpenAI(base_url=base, api_key=key, max_retries=0)
+            self.clients[base, key] = self.closing.enter_context(client)
+        return self.clients[base, key]
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +76,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         }
         (port,) = free_ports(1)
         urls = [replica.url for replica in fleet.replicas]
-        with running_router(folder, port, urls, options) as other:
-            found = Keyed(fleet, other, keys | {"": OPERATOR}, cids)
+        with running_router(folder, port, urls, options) as other, ExitStack() as closing:
+            found = Keyed(fleet, other, keys | {"": OPERATOR}, cids, closing)
             wait_until_keys_work(found)
             yield found
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 class Keyed:
     server: RunningServer
     data: Path
+    clients: ExitStack
+    """Closes the clients at the end."""
 
     @property
     def url(self) -> str:
@@ -64,7 +67,8 @@ class Keyed:
             time.sleep(0.05)
 
     def client(self, key: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        return self.clients.enter_context(client)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +79,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     flags += ["--device-memory", "16MiB", "--data", str(folder / "data")]
     # As vLLM's flag: several keys after one.
     flags += ["--api-key", KEY, OTHER, "--host", "0.0.0.0"]
-    with running_server(folder / "log", *flags) as running:
+    with running_server(folder / "log", *flags) as running, ExitStack() as clients:
         running.url = running.url.replace("0.0.0.0", "127.0.0.1")
-        yield Keyed(running, folder / "data")
+        yield Keyed(running, folder / "data", clients)
 
 
 def test_openais_client_and_curl_work_with_a_key_and_not_without(keyed: Keyed) -> None:
