@@ -4,6 +4,8 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Touched when the environment has what a server needs, and when it has the tools of development too.
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
@@ -37,11 +39,11 @@ help: ## Show this list
 
 setup: $(STAMP) ## Create .venv and install everything (the targets below do it by themselves)
 
-serve: $(STAMP) ## Serve the default model and the demo adapters on port 8000
+serve: $(SERVING) ## Serve the default model and the demo adapters on port 8000
 	@exec $(BIN)/loramux serve $(if $(findstring --image,$(ARGS)),,$(if \
 		$(DEMO_ADAPTERS),--lora-modules $(DEMO_ADAPTERS))) $(ARGS)
 
-draw: $(STAMP) ## Draw PROMPT with the demo's image model, plain and in each style, to draw.png
+draw: $(SERVING) ## Draw PROMPT with the demo's image model, plain and in each style, to draw.png
 	@$(BIN)/loramux draw "$(PROMPT)" --each --enlarge 4 --seed 1 --out draw.png $(ARGS)
 
 check: $(STAMP) ## Formatting, lint, types, import contract, structure and language
@@ -110,9 +112,13 @@ clean: ## Remove .venv, caches and build output
 	rm -rf .hypothesis ui/node_modules tests/clients/node/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+$(SERVING): $(INPUTS)
+	@PYTHON="$(PYTHON)" bash scripts/setup.sh $(VENV) serve
+	@touch $@
+
 $(STAMP): $(INPUTS)
 	@PYTHON="$(PYTHON)" bash scripts/setup.sh $(VENV)
-	@touch $@
+	@touch $(SERVING) $@
 
 $(CLIENTS_STAMP): $(STAMP) scripts/setup_clients.sh $(wildcard tests/clients/*/requirements.txt) tests/clients/node/package-lock.json
 	@bash scripts/setup_clients.sh $(CLIENTS) $(VENV)

@@ -22,7 +22,7 @@ for name in torch triton nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidi
     left_out+=(--no-emit-package "$name")
 done
 "${UV:-uv}" pip compile pyproject.toml "$work/build.txt" \
-    --extra server --extra router --extra cpu --extra postgres --extra redis --extra s3 --extra jwt \
+    --extra server --extra router --extra cpu --extra postgres --extra redis --extra s3 --extra jwt --extra images \
     --constraint "$work/constraints.txt" --python-version 3.12 --python-platform x86_64-manylinux_2_36 \
     --generate-hashes "${left_out[@]}" --no-annotate --no-header --quiet --output-file "$work/lock.txt"
 {

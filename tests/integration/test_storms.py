@@ -86,6 +86,7 @@ def check_storm(server: RunningServer, idle: int, slow: int, endless: int) -> No
     assert server.log.stat().st_size < 2**20
 
 
+@pytest.mark.slow
 def test_streams_run_to_their_end_in_a_storm(server: RunningServer) -> None:
     check_storm(server, 200, 50, 20)
 

@@ -93,6 +93,7 @@ def run(page: Page, count: int) -> None:
     expect(page.get_by_text("Finished.")).to_have_count(count)
 
 
+@pytest.mark.slow
 def test_images_form_side_by_side_with_time_and_receipt(browser: Browser, tmp_path: Path) -> None:
     with (
         drawing_server(tmp_path) as url,

@@ -67,7 +67,7 @@ LOCKED, LOCKED_CUDA = (
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 # In the GPU image alone; the CPU image has torch from torch's own index.
 OF_TORCH = {"torch", "triton"}
-EXTRAS_OF_IMAGES = ("server", "router", "cpu", "gpu", "postgres", "redis", "s3")
+EXTRAS_OF_IMAGES = ("server", "router", "cpu", "gpu", "images", "jwt", "postgres", "redis", "s3")
 
 
 def needed(*extras: str) -> set[str]:

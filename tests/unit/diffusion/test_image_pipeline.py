@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,7 +27,9 @@ def tiny(tmp_path_factory):
     """The model and adapters of examples/images."""
     folder = tmp_path_factory.mktemp("images")
     script = ROOT / "examples" / "images" / "make_tiny_model.py"
-    subprocess.run([sys.executable, script, folder], check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), str(folder)])
+        runpy.run_path(str(script), run_name="__main__")
     return folder
 
 
