@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # Before torch, which reads what this sets when it is loaded.
@@ -81,7 +82,7 @@ def engine_rows(llm: LLM, work: Work, folders: list[Path], counts: list[int]) ->
                 "loramux",
                 count,
                 work,
-                lambda count=count: run_engine(llm, work, folders[:count]),
+                partial(run_engine, llm, work, folders[:count]),
             )
         )
     return rows
@@ -96,7 +97,7 @@ def peer_rows(peers: Peers, work: Work, folders: list[Path], counts: list[int]) 
                 "PEFT, one adapter at a time",
                 count,
                 work,
-                lambda count=count: peers.sequential(work.prompts, folders[:count]),
+                partial(peers.sequential, work.prompts, folders[:count]),
             )
         )
     return rows

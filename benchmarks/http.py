@@ -27,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -341,7 +342,7 @@ def took(measured: Measured, replies: Sequence[Reply], num_output: int) -> None:
 
 def run_offline(plan: Plan) -> list[Measured]:
     """Run the streams' requests on an engine in this process, with as many open at a time."""
-    settings = {"device": plan.device, "dtype": plan.dtype}
+    settings: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
     llm = LLM(plan.model, **{name: value for name, value in settings.items() if value is not None})
     llm.engine.prepare_all()
     cids = {folder: llm.register_adapter(folder) for folder in plan.folders}

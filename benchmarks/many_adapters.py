@@ -95,7 +95,7 @@ def make_small_adapter(folder: Path, base: BaseModelInfo, num_bytes: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     targets = [target for target in base.targets if target.projection == "q_proj"]
     tensors: dict[str, torch.Tensor] = {}
-    layers = []
+    layers: list[int | None] = []
     for target in targets:
         if (
             layers

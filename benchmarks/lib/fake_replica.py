@@ -18,7 +18,7 @@ import uvicorn
 
 from loramux.router.fleet import key_of_name
 from loramux.types.replica_report import USUAL_ANSWER_TOKENS, ResidencyReport
-from loramux.types.residency import ResidencyView, Tier, key_of_cid
+from loramux.types.residency import ResidencyView, Tier, key_of_cid, wait_for_move
 
 HOST_S, DISK_S = 0.004, 0.06
 _HEADERS = [(b"content-type", b"application/json")]
@@ -121,7 +121,7 @@ class FakeReplica:
     async def _report(self, query: dict[str, str], send: Any) -> None:
         since, instance = int(query["since"]), query.get("instance", "")
         if instance == self._view.instance and since == self._view.generation:
-            await self._view.wait(float(query["wait_s"]))
+            await wait_for_move((self._view,), float(query["wait_s"]))
         moved = self._view.since(since, instance)
         report = ResidencyReport(
             instance=moved.instance,

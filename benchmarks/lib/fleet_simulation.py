@@ -12,6 +12,7 @@ import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, count
 
 from loramux.router.fleet import Fleet, Replica, key_of_name
@@ -185,7 +186,7 @@ class Simulation:
     def run(self) -> Result:
         end_s = 0.0
         for job in make_jobs(self.setting, self.costs):
-            self._at(job.arrived_s, lambda job=job: self._arrive(job))
+            self._at(job.arrived_s, partial(self._arrive, job))
             end_s = job.arrived_s
         for number, replica in enumerate(list(self.replicas.values())):
             self._report_on(replica, end_s, number / len(self.replicas) * self.setting.report_s)

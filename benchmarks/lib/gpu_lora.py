@@ -120,7 +120,7 @@ class World:
             _, start = self.index.add(table.blocks_per_projection)
             mine = pages[taken : taken + layouts[rank].num_pages]
             taken += layouts[rank].num_pages
-            directory[:, start : start + table.offsets.shape[1]] = table.addresses(mine)
+            directory[:, start : start + table.offsets.shape[1]] = table.addresses(mine.tolist())
         self.directory = torch.from_numpy(directory).to(DEVICE)
         self.slots = torch.from_numpy(self.index.slots).to(DEVICE)
 
@@ -170,7 +170,7 @@ class Layer:
         torch.mm(self.x[site], self.weights[layer][site].t(), out=self.y[site])
 
 
-def time_graph(run: Callable[[], None], *, num_replays: int = 20) -> float:
+def time_graph(run: Callable[[], object], *, num_replays: int = 20) -> float:
     """Return the median microseconds of a replay."""
     graph = capture(run)
     times = []

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self, cast
 from urllib.parse import urlsplit
@@ -96,14 +97,19 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _same(client: Client) -> Client:
+    return client
+
+
 async def _run(url: str, bodies: Sequence[Body], num_clients: int, limit_s: float) -> list[Reply]:
     address = urlsplit(url)
     loop = asyncio.get_running_loop()
     requests = iter(enumerate(_request(address.netloc, body) for body in list(bodies)))
     exchanges: dict[int, Exchange] = {}
     clients = [Client(requests, exchanges, loop.create_future()) for _ in range(num_clients)]
+    assert address.hostname is not None and address.port is not None
     for client in clients:
-        await loop.create_connection(lambda client=client: client, address.hostname, address.port)
+        await loop.create_connection(partial(_same, client), address.hostname, address.port)
     # A collection during the run would appear as latency of the server.
     gc.collect()
     gc.disable()

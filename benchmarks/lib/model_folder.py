@@ -42,7 +42,7 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
     write_tokenizer(folder, shape["vocab_size"])
     shards = list(split_weights(llama_weights(settings)))
     noise = Noise()
-    place = {}
+    place: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_shard(folder / name, shard, noise)
@@ -76,13 +76,18 @@ def split_weights(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
     yield shard
 
 
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    values: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(values)
+
+
 class Noise:
     """Gives out bfloat16 values from one buffer of normal noise, over and over."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(NUM_NOISE, generator=generator).mul_(STD).bfloat16()
-        self._bytes = memoryview(noise.view(torch.uint8).numpy())
+        self._bytes = _bytes_of(noise)
         self._start = 0
 
     def take(self, num_bytes: int) -> Iterator[memoryview]:
@@ -108,7 +113,7 @@ def write_shard(path: Path, weights: list[Weight], noise: Noise) -> None:
         for weight in weights:
             if len(weight.shape) == 1:
                 ones = torch.ones(weight.shape, dtype=torch.bfloat16)
-                file.write(memoryview(ones.view(torch.uint8).numpy()))
+                file.write(_bytes_of(ones))
                 continue
             for piece in noise.take(weight.num_bytes):
                 file.write(piece)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -163,13 +163,14 @@ def engine_config(arguments: argparse.Namespace) -> ResolvedConfig:
     memory = arguments.device_memory
     if memory is None and not is_gpu(arguments):
         memory = 1024
+    max_batch_tokens: int | Literal["auto"] = arguments.max_batch_tokens or "auto"
     config, _ = resolve_config(
         EngineConfig(
             device=arguments.device,
             dtype=arguments.dtype,
             device_memory_bytes=None if memory is None else memory * 2**20,
             host_memory_bytes=HOST_BYTES,
-            max_batch_tokens=arguments.max_batch_tokens or AUTO,
+            max_batch_tokens=max_batch_tokens,
             max_sequences=arguments.max_sequences,
             max_model_len=arguments.max_model_len,
             prefix_cache=arguments.prefix_cache,

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from benchmarks.lib.report import parse_arguments, write_table
 from loramux import LLM, SamplingParams
 from loramux.engine.engine import Engine
 from loramux.lora.merge import MergedWeights, MergeSource, PageDeltas
+from loramux.runner.cpu_runner import CpuRunner
 from loramux.types.request import Selection
 from loramux.types.step import Chunk, SampleRow, StepPlan
 
@@ -48,7 +48,7 @@ class DecodeSteps:
         self._engine = engine
         self._selection = selection
         self._context = context
-        self._runner: Any = engine.executor
+        self._runner = _cpu_runner(engine)
         block_tokens = self._runner._pool.geometry.block_tokens
         pages_each = -(-(context + 1) // block_tokens)
         self._owner = ("kv", "benchmark")
@@ -91,8 +91,13 @@ class DecodeSteps:
         )
 
 
+def _cpu_runner(engine: Engine) -> CpuRunner:
+    assert isinstance(engine.executor, CpuRunner)
+    return engine.executor
+
+
 def make_merge(engine: Engine, selection: Selection) -> Merge:
-    runner: Any = engine.executor
+    runner = _cpu_runner(engine)
     source = MergeSource(
         bases=runner._lora.bases,
         deltas=PageDeltas(engine.residency.resident, runner._pool),
