@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
-from loramux.config.images import parse_image_lora
+from loramux.config.images import DEMO_NAME, parse_image_lora
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.async_engine import AsyncImageEngine
 from loramux.diffusion.options import ImageEngineOptions
@@ -113,4 +113,5 @@ async def _add(
 def image_base_names(config: ServeConfig) -> tuple[str, ...]:
     """The names of the image model in the settings; empty: its own name."""
     given = config.images.served_image_model_name
-    return given or (() if config.serves_text else config.served_model_name)
+    own = (DEMO_NAME,) if config.images.is_demo else ()
+    return given or (() if config.serves_text else config.served_model_name) or own

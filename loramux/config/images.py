@@ -11,6 +11,7 @@ from loramux.errors import InvalidRequest
 
 DEMO = Path(__file__).parents[2] / "examples" / "images"
 """The demo's image model and adapters, in a checkout of the sources."""
+DEMO_NAME = "small-flux"
 _SIZE = re.compile(r"(\d{1,5})\s*[xX×]\s*(\d{1,5})", re.ASCII)
 _LORA = re.compile(r"(?P<name>[^=\s]+)=(?P<source>.+?)(?:@(?P<weight>-?\d+(?:\.\d+)?))?")
 
@@ -84,8 +85,8 @@ class ImageConfig:
         (),
         Kind.TEXTS,
         IMAGES,
-        "Names of the image model; replies contain the first. Default: that of its folder; without "
-        "a language model --served-model-name counts too.",
+        "Names of the image model; replies contain the first. Default: that of its folder, of the "
+        "demo's small-flux; without a language model --served-model-name counts too.",
         metavar="NAME…",
     )
     image_lora: tuple[str, ...] = setting(

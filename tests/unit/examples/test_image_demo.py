@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from loramux import Drawing, ImagePipeline
 from loramux.cli.main import app
 from loramux.config.file import load_serve_config
 from loramux.config.images import DEMO, demo_images, parse_image_lora, with_demo
+from loramux.config.serve import ServeConfig
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.errors import InvalidRequest, UnsupportedModel
+from loramux.image_launch import image_base_names
 
 MODEL = DEMO / "model"
 MAX_BYTES = 12_000_000
@@ -131,6 +134,15 @@ def test_draw_needs_no_model_and_puts_each_style_on_a_sheet(pipeline, tmp_path):
     assert np.abs(first - alone.array).max() <= 1
     refused = run("draw", PROMPT, "--each", "--adapter", "night")
     assert refused.exit_code == 2 and "leave out --adapter" in refused.stderr
+
+
+def test_the_demos_model_has_a_name_unless_another_is_given():
+    images = with_demo(load_serve_config({"images": True}).images)
+    given = replace(images, served_image_model_name=("own",))
+    configs = [{"images": images}, {"images": given}]
+    configs += [{"images": images, "served_model_name": ("text",)}]
+    names = [image_base_names(ServeConfig(**config)) for config in configs]
+    assert names == [("small-flux",), ("own",), ("text",)]
 
 
 def test_images_means_the_demo(tmp_path):
