@@ -75,6 +75,7 @@ class Engine:
             busiest.cancel()
             await self._server.stop()
             raise
+        self._slot.keep()
         self._revision = config["revision"]
         self._is_started = True
 

@@ -18,8 +18,9 @@ from loramux.errors import LoramuxError
 from loramux.private_files import make_private_folder
 
 MAX_SLOTS = 256
-# A file in the folder of a place from when it is taken until it is freed.
-_TAKEN = "taken"
+# A file in the folder of a place from when its replica is ready until it leaves. One that never was
+# ready, as with a model that does not exist, has no adapters and no address that a successor needs.
+_KEPT = "kept"
 # The server of a failed replica is killed, but on a busy machine it may hold its port for seconds.
 _LEFT_WAIT_S = 15.0
 
@@ -32,9 +33,13 @@ class Slot:
     lock: int
     """Descriptor of the file that is locked while the slot is taken."""
 
+    def keep(self) -> None:
+        """Leaves the place to a successor if this process ends without free()."""
+        (self.folder / _KEPT).touch(mode=0o600)
+
     def free(self) -> None:
         """Leaves the place as one that needs no successor."""
-        (self.folder / _TAKEN).unlink(missing_ok=True)
+        (self.folder / _KEPT).unlink(missing_ok=True)
         os.close(self.lock)
 
 
@@ -48,7 +53,7 @@ def take_slot(host: str, first_port: int, *, root: Path | None = None) -> Slot:
     if root.stat().st_uid != os.getuid():
         raise LoramuxError(f"{root} belongs to another user. Remove it.")
     ports = range(first_port, first_port + MAX_SLOTS)
-    left = [port for port in ports if (root / str(port) / _TAKEN).exists()]
+    left = [port for port in ports if (root / str(port) / _KEPT).exists()]
     for places, wait_s in ((left, _LEFT_WAIT_S), (ports, 0.0)):
         for port in places:
             slot = _take(host, port, root / str(port), wait_s)
@@ -69,10 +74,9 @@ def _take(host: str, port: int, folder: Path, wait_s: float) -> Slot | None:
         while not (is_free := _is_free(host, port)) and time.monotonic() < deadline:
             time.sleep(0.1)
         if is_free:
-            (folder / _TAKEN).touch(mode=0o600)
             return Slot(port, folder, lock)
         # Another program has it now.
-        (folder / _TAKEN).unlink(missing_ok=True)
+        (folder / _KEPT).unlink(missing_ok=True)
     except BlockingIOError:
         pass
     os.close(lock)

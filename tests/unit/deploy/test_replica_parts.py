@@ -25,6 +25,8 @@ def test_a_successor_takes_the_place_of_a_replica_that_failed(tmp_path: Path) ->
     first, second, third = (take_slot(HOST, port, root=tmp_path) for _ in range(3))
     assert len({one.folder for one in (first, second, third)}) == 3
     assert first.port < second.port < third.port
+    for slot in (first, second, third):
+        slot.keep()
     # The first stops in order, the last one fails: its lock goes with its process.
     first.free()
     os.close(third.lock)
@@ -36,9 +38,27 @@ def test_a_successor_takes_the_place_of_a_replica_that_failed(tmp_path: Path) ->
         slot.free()
 
 
+def test_a_replica_that_was_never_ready_needs_no_successor(tmp_path: Path) -> None:
+    port = min(free_ports(1)[0], 60_000)
+    ready, broken, failed = (take_slot(HOST, port, root=tmp_path) for _ in range(3))
+    ready.keep()
+    failed.keep()
+    for slot in (broken, failed):
+        os.close(slot.lock)
+    successor = take_slot(HOST, port, root=tmp_path)
+    assert successor.port == failed.port
+    # It fails as well, while it starts.
+    os.close(successor.lock)
+    again = take_slot(HOST, port, root=tmp_path)
+    assert again.port == failed.port
+    for slot in (ready, again):
+        slot.free()
+
+
 def test_a_successor_waits_for_the_end_of_the_server_of_its_place(tmp_path: Path) -> None:
     port = min(free_ports(1)[0], 60_000)
     first, second = (take_slot(HOST, port, root=tmp_path) for _ in range(2))
+    second.keep()
     with socket.socket() as server:
         server.bind((HOST, second.port))
         server.listen()
