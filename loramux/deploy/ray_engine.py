@@ -124,10 +124,14 @@ class Engine:
 
     async def __del__(self) -> None:
         """Waits for open streams; Ray waits for this, up to its graceful_shutdown_timeout_s."""
-        if self._is_started and self._server.is_running:
+        has_failed = self._is_started and not self._server.is_running
+        if self._is_started and not has_failed:
             await asyncio.sleep(_LEAVE_S)
         await self._server.stop()
-        self._slot.free()
+        if has_failed:
+            self._slot.release()
+        else:
+            self._slot.free()
 
 
 def engines(args: dict[str, Any]) -> serve.Application:

@@ -34,12 +34,16 @@ class Slot:
     """Descriptor of the file that is locked while the slot is taken."""
 
     def keep(self) -> None:
-        """Leaves the place to a successor if this process ends without free()."""
+        """Leaves the place to a successor, unless free() is called before the end of the process."""
         (self.folder / _KEPT).touch(mode=0o600)
 
     def free(self) -> None:
         """Leaves the place as one that needs no successor."""
         (self.folder / _KEPT).unlink(missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        """Lets another replica take the place, as the end of the process does."""
         os.close(self.lock)
 
 

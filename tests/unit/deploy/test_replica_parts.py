@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import tomllib
@@ -29,7 +28,7 @@ def test_a_successor_takes_the_place_of_a_replica_that_failed(tmp_path: Path) ->
         slot.keep()
     # The first stops in order, the last one fails: its lock goes with its process.
     first.free()
-    os.close(third.lock)
+    third.release()
     successor = take_slot(HOST, port, root=tmp_path)
     assert (successor.port, successor.folder) == (third.port, third.folder)
     fourth = take_slot(HOST, port, root=tmp_path)
@@ -44,11 +43,11 @@ def test_a_replica_that_was_never_ready_needs_no_successor(tmp_path: Path) -> No
     ready.keep()
     failed.keep()
     for slot in (broken, failed):
-        os.close(slot.lock)
+        slot.release()
     successor = take_slot(HOST, port, root=tmp_path)
     assert successor.port == failed.port
     # It fails as well, while it starts.
-    os.close(successor.lock)
+    successor.release()
     again = take_slot(HOST, port, root=tmp_path)
     assert again.port == failed.port
     for slot in (ready, again):
@@ -62,7 +61,7 @@ def test_a_successor_waits_for_the_end_of_the_server_of_its_place(tmp_path: Path
     with socket.socket() as server:
         server.bind((HOST, second.port))
         server.listen()
-        os.close(second.lock)
+        second.release()
         ending = threading.Timer(0.5, server.close)
         ending.start()
         successor = take_slot(HOST, first.port, root=tmp_path)
