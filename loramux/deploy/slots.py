@@ -34,7 +34,7 @@ class Slot:
     """Descriptor of the file that is locked while the slot is taken."""
 
     def keep(self) -> None:
-        """Leaves the place to a successor, unless free() is called before the end of the process."""
+        """Leaves the place to a successor, unless free() is called before the process ends."""
         (self.folder / _KEPT).touch(mode=0o600)
 
     def free(self) -> None:
