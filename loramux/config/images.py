@@ -85,8 +85,8 @@ class ImageConfig:
         (),
         Kind.TEXTS,
         IMAGES,
-        "Names of the image model; replies contain the first. Default: that of its folder, of the "
-        "demo's small-flux; without a language model --served-model-name counts too.",
+        "Names of the image model; replies contain the first. Default: the name of its folder, or "
+        "small-flux for --images; without a language model --served-model-name counts too.",
         metavar="NAME…",
     )
     image_lora: tuple[str, ...] = setting(
