@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from loramux.server.access import ROUTE_ACCESS
+from loramux.types.routes import ROUTE_ACCESS
 
 MESSAGES = [{"role": "user", "content": "The"}]
 COMPLETION = {"model": "base", "prompt": "The", "max_tokens": 1}

@@ -15,7 +15,7 @@ from loramux.backend import StoreTierStats, TextBackend
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
-from loramux.server.access import ROUTE_ACCESS, CallerMiddleware, RouteTable
+from loramux.server.access import CallerMiddleware, RouteTable
 from loramux.server.body import Bodies
 from loramux.server.caller import Authenticator, TenantHeader
 from loramux.server.connections.browsers import BrowserGuard
@@ -66,6 +66,7 @@ from loramux.server.routes.sdapi import SDAPI_ROUTES, sdapi_error, sdapi_routes
 from loramux.server.routes.status import status_routes
 from loramux.server.routes.tokens import token_routes
 from loramux.types.modality import NO_MODEL, Modality
+from loramux.types.routes import ROUTE_ACCESS
 
 TEXT_ROUTES = (
     chat_routes,

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class KeyScope(StrEnum):
-    """A group of routes that a key opens; the table in `server/access.py` has the routes."""
+    """A group of routes that a key opens; the table in `types/routes.py` has the routes."""
 
     INFER = "infer"
     PUSH = "push"

@@ -15,10 +15,10 @@ from typing import Any
 import httpx2
 
 from loramux.backend import Delta
-from loramux.server.access import ROUTE_ACCESS, Access
 from loramux.types.access import KeyScope
 from loramux.types.pooling import ModelPooling, Pooling
 from loramux.types.request import FinishReason, Request
+from loramux.types.routes import ROUTE_ACCESS, Access
 from tests.unit.server.registry_app import RegistryApp, make_registry_app
 from tests.unit.server.scripted_backend import CARD, say_hello
 from tests.unit.server.scripted_images import PICTURE

@@ -13,13 +13,14 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Route
 
 from loramux.errors import LoramuxError
-from loramux.server.access import ROUTE_ACCESS, RouteTable, UnlistedRoute
+from loramux.server.access import RouteTable, UnlistedRoute
 from loramux.server.app import create_app
 from loramux.server.caller import ANONYMOUS, Caller
 from loramux.server.context import ServerOptions
 from loramux.server.errors import Unauthenticated
 from loramux.server.images.drawing import ImageModel
 from loramux.types.access import ALL_SCOPES, KeyScope
+from loramux.types.routes import ROUTE_ACCESS
 from tests.unit.server.asgi_client import request
 from tests.unit.server.scripted_backend import ScriptedBackend
 from tests.unit.server.scripted_images import ScriptedImages

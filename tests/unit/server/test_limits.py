@@ -11,8 +11,8 @@ import pytest
 
 from loramux.backend import EngineStats
 from loramux.registry.tenants import SettingChanges
-from loramux.server.access import INFER, ROUTE_ACCESS
 from loramux.types.pooling import ModelPooling, Pooling
+from loramux.types.routes import INFER, ROUTE_ACCESS
 from tests.unit.server.asgi_client import CHAT, request, run
 from tests.unit.server.registry_app import Make, RegistryApp
 from tests.unit.server.scripted_images import PICTURE

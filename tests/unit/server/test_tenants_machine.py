@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from loramux.server.access import OPEN, ROUTE_ACCESS
+from loramux.types.routes import OPEN, ROUTE_ACCESS
 from tests.unit.server.tenants_world import (
     BODIES,
     FOREIGN,
