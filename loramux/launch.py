@@ -32,6 +32,14 @@ from loramux.config.serve import ServeConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.chat import read_chat_template
 from loramux.errors import InvalidRequest, LoramuxError
+from loramux.http_server.browsers import default_hosts
+from loramux.http_server.serving import (
+    DrainingServer,
+    allow_many_connections,
+    listen,
+    uvicorn_config,
+    when_started,
+)
 from loramux.log_lines import use_one_line_records
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.models.locate import locate_model
@@ -46,14 +54,6 @@ from loramux.server.adapter_sources import AdapterSources
 from loramux.server.app import create_app
 from loramux.server.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.combinations import Combinations
-from loramux.server.connections.browsers import default_hosts
-from loramux.server.connections.serving import (
-    DrainingServer,
-    allow_many_connections,
-    listen,
-    uvicorn_config,
-    when_started,
-)
 from loramux.server.context import NOTHING_ON_DEMAND, OnDemand, ServerOptions
 from loramux.server.images.drawing import ImageModel
 from loramux.server.names import AdapterNames

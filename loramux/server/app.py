@@ -12,14 +12,14 @@ from starlette.routing import Route
 
 from loramux import __version__
 from loramux.backend import StoreTierStats, TextBackend
+from loramux.http_server.browsers import BrowserGuard
+from loramux.http_server.prefix import PrefixMiddleware
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.access import CallerMiddleware, RouteTable
 from loramux.server.body import Bodies
 from loramux.server.caller import Authenticator, TenantHeader
-from loramux.server.connections.browsers import BrowserGuard
-from loramux.server.connections.prefix import PrefixMiddleware
 from loramux.server.context import (
     NOTHING_ON_DEMAND,
     Context,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from typing import ClassVar
 
 import msgspec
@@ -41,7 +40,7 @@ from loramux.errors import (
     StoreFull,
     machine_error,
 )
-from loramux.server.wire import ErrorBody, ErrorInfo
+from loramux.http_server.error_body import ErrorBody, ErrorInfo, make_info
 
 
 class NotServed(LoramuxError):
@@ -98,31 +97,11 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     StoreFull: 507,
 }
 
-ERROR_TYPE = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "PayloadTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    422: "UnprocessableEntityError",
-    429: "RateLimitError",
-    500: "InternalServerError",
-    502: "BadGatewayError",
-    503: "ServiceUnavailableError",
-    507: "InsufficientStorageError",
-}
-
 _log = logging.getLogger(__name__)
 CLIENT_GONE_STATUS = 499
 METHOD_NOT_ALLOWED = 405
 RESTART_RETRY_AFTER_S = 2.0
 ErrorShape = Callable[[Exception], Response]
-# Messages quote fields of the request, which may be megabytes.
-MAX_MESSAGE_CHARACTERS = 1000
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -130,13 +109,13 @@ def error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
         message: str = getattr(error, "client_message", None) or str(error)
-        info = _info(status, message, getattr(error, "param", None))
+        info = make_info(status, message, getattr(error, "param", None))
         if isinstance(error, Refusal | ContextLengthExceeded | RateLimited | QuotaExceeded):
             info.reason = error.code
         return info
     if isinstance(error, HTTPException):
-        return _info(error.status_code, str(error.detail))
-    return _info(500, "The server failed on this request; its log has the reason.")
+        return make_info(error.status_code, str(error.detail))
+    return make_info(500, "The server failed on this request; its log has the reason.")
 
 
 def error_response(error: Exception) -> Response:
@@ -218,13 +197,6 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
 async def _handle_client_gone(request: Request, error: Exception) -> Response:
     """The client has disconnected; the status is for access logs only."""
     return Response(status_code=CLIENT_GONE_STATUS)
-
-
-def _info(status: int, message: str, param: str | None = None) -> ErrorInfo:
-    if len(message) > MAX_MESSAGE_CHARACTERS:
-        message = message[:MAX_MESSAGE_CHARACTERS] + "…"
-    kind = ERROR_TYPE.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
-    return ErrorInfo(message=message, type=kind, param=param, code=status)
 
 
 def _retry_after_s(error: Exception) -> float | None:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from loramux.capacity.plan import MemoryPlan
+from loramux.http_server.error_body import ErrorBody
 from loramux.receipts.receipt import Receipt
 from loramux.server.body import PiecewiseResponse
 from loramux.server.wire import (
@@ -26,7 +27,6 @@ from loramux.server.wire import (
     DetokenizeAnswer,
     DetokenizeRequest,
     EngineReport,
-    ErrorBody,
     HealthReport,
     Liveness,
     ModelEntry,

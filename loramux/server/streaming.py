@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loramux.errors import LoramuxError
+from loramux.http_server.error_body import ErrorBody
 from loramux.server.errors import error_info
-from loramux.server.wire import ErrorBody
 
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]

@@ -305,21 +305,6 @@ class Completion(Struct, kw_only=True):
     """Receipt of the request; in a stream, in the last chunk only."""
 
 
-class ErrorInfo(Struct, kw_only=True):
-    message: str
-    type: str
-    param: str | None = None
-    """The invalid field of the request."""
-    code: int
-    """The HTTP status; within a stream, the status that the error would have had."""
-    reason: str | UnsetType = UNSET
-    """Refusal code of an adapter, for programs."""
-
-
-class ErrorBody(Struct, kw_only=True):
-    error: ErrorInfo
-
-
 class ModelEntry(Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"

@@ -21,7 +21,7 @@ import uvicorn  # noqa: E402
 from PIL import Image  # noqa: E402
 from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
 
-from loramux.server.connections.serving import listen  # noqa: E402
+from loramux.http_server.serving import listen  # noqa: E402
 from tests.image_factory import ATTENTION, make_adapter, make_pipeline  # noqa: E402
 from tests.image_server import image_client, save_adapters  # noqa: E402
 from tests.serve_factory import running_server  # noqa: E402

@@ -11,6 +11,7 @@ from loramux.config.file import load_serve_config
 from loramux.config.paths import REGISTRY_VARIABLE
 from loramux.config.serve import ServeConfig
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest, StoreFull
+from loramux.http_server.serving import listen
 from loramux.launch import (
     check_exposure,
     make_authenticator,
@@ -24,7 +25,6 @@ from loramux.progress import SILENT
 from loramux.registry.audit import read_anchor
 from loramux.registry.registry import Registry
 from loramux.server.authentication import CredentialAuthenticator
-from loramux.server.connections.serving import listen
 from loramux.signing import make_key_files, read_private_key
 from loramux.sources.config import HttpConfig, SourceConfig
 from tests.fault_server import FaultServer

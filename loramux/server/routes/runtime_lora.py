@@ -23,6 +23,7 @@ from loramux.errors import (
     RequestTimeout,
     SourceNotFound,
 )
+from loramux.http_server.error_body import ErrorInfo
 from loramux.registry.audit import Action, Event
 from loramux.server.audit import audited
 from loramux.server.body import json_response, read_body
@@ -31,7 +32,6 @@ from loramux.server.context import HostContext
 from loramux.server.errors import NotJson
 from loramux.server.local_sources import check_size, local_folder
 from loramux.server.warming import warm_up
-from loramux.server.wire import ErrorInfo
 from loramux.sources.parse import is_remote
 from loramux.sources.source_id import SourceKind
 from loramux.threads import FOLDER_READS

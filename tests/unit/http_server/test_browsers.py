@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.server.connections.browsers import default_hosts
+from loramux.http_server.browsers import default_hosts
 from tests.unit.server.asgi_client import make_app, request
 
 LOAD = "/v1/adapters/a/pin"

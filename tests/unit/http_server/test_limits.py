@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.unit.server.connections.serving import GET, Client, Serving, serve_and
+from tests.unit.http_server.serving import GET, Client, Serving, serve_and
 
 CHUNKED = b"POST %b HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
 LENGTH = b"POST %b HTTP/1.1\r\nHost: here\r\nContent-Length: 100000\r\n\r\n"

@@ -8,12 +8,13 @@ request; without --cors-origins such a request may change nothing.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from loramux.http_server.error_body import encode_error
 
-from loramux.server.errors import Forbidden, error_response
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ANY = "*"
 # Change or cost something, although GET.
@@ -65,32 +66,33 @@ class BrowserGuard:
                 message["headers"] = [*message.get("headers", ()), *SECURITY_HEADERS]
             await send(message)
 
-        try:
-            self._check(scope)
-        except Forbidden as error:
-            await error_response(error)(scope, receive, send_guarded)
-            return
-        await self._app(scope, receive, send_guarded)
+        fault = self._fault_of(scope)
+        if fault is None:
+            await self._app(scope, receive, send_guarded)
+        else:
+            await _forbid(fault, send_guarded)
 
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+    def _fault_of(self, scope: Scope) -> str | None:
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
         host = headers.get("host")
         if host is not None and not self._knows(host_of(host)):
-            raise Forbidden(
+            return (
                 f"This server is not called {host[:200]!r}. Allow the name: --allowed-hosts "
                 f"{host_of(host)[:200]}."
             )
         is_safe = scope["method"] in SAFE_METHODS and not scope["path"].endswith(UNSAFE_GETS)
         if not is_safe and self._is_cross_site(headers, host):
             origin = headers.get("origin", "another site")[:200]
-            raise Forbidden(
-                f"A web page of {origin} sent this request. Allow it: --cors-origins {origin}."
-            )
+            return f"A web page of {origin} sent this request. Allow it: --cors-origins {origin}."
+        return None
 
     def _knows(self, host: str) -> bool:
         return ANY in self._hosts or host in self._hosts or host.endswith(self._suffixes)
 
-    def _is_cross_site(self, headers: Headers, host: str | None) -> bool:
+    def _is_cross_site(self, headers: Mapping[str, str], host: str | None) -> bool:
         origin = headers.get("origin")
         if ANY in self._origins or (origin is not None and origin.lower() in self._origins):
             return False
@@ -99,6 +101,16 @@ class BrowserGuard:
             return site not in ("same-origin", "none")
         # A proxy with TLS in front of the server changes the scheme, and keeps the host.
         return origin is not None and origin.partition("://")[2].lower() != (host or "").lower()
+
+
+async def _forbid(message: str, send: Send) -> None:
+    body = encode_error(403, message)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def host_of(header: str) -> str:

@@ -10,8 +10,8 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
-from loramux.server.connections.protocol import answer
-from loramux.server.connections.table import Connections, Place
+from loramux.http_server.protocol import answer
+from loramux.http_server.table import Connections, Place
 
 RETRY_S = 0.25
 ACCEPTED_AT_ONCE = 64

@@ -6,12 +6,10 @@ import socket
 from enum import Enum, auto
 from typing import Any
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from loramux.server.connections.table import Connections, Place
-from loramux.server.errors import ERROR_TYPE
-from loramux.server.wire import ErrorBody, ErrorInfo
+from loramux.http_server.error_body import encode_error
+from loramux.http_server.table import Connections, Place
 
 BODY_GRACE_S = 5.0
 # What a client may still send after the answer, so that it gets to read the answer.
@@ -229,9 +227,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def answer(status: int, message: str, **headers: str) -> bytes:
     """An error in the own API's shape, for requests that reach no route."""
-    kind = ERROR_TYPE.get(status, "RequestHeaderFieldsTooLargeError")
-    info = ErrorInfo(message=message, type=kind, param=None, code=status)
-    body = msgspec.json.encode(ErrorBody(error=info))
+    body = encode_error(status, message)
     lines = [
         b"content-type: application/json",
         b"content-length: %d" % len(body),

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from loramux.config.connections import ConnectionConfig
-from loramux.server.connections.serving import DrainingServer, listen, uvicorn_config
+from loramux.http_server.serving import DrainingServer, listen, uvicorn_config
 
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 PIECE = b"x" * 2**20

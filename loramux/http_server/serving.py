@@ -8,18 +8,20 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from loramux.config.connections import ConnectionConfig
 from loramux.errors import InvalidRequest
+from loramux.http_server.listener import Listener
+from loramux.http_server.protocol import GuardedProtocol
+from loramux.http_server.table import Connections, Place
+from loramux.http_server.tls import Certificates
 from loramux.log_lines import limit_repeated_lines
-from loramux.server.connections.listener import Listener
-from loramux.server.connections.protocol import GuardedProtocol
-from loramux.server.connections.table import Connections, Place
-from loramux.server.connections.tls import Certificates
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 Drain = Callable[[], Coroutine[Any, Any, None]]
 # After the drain every stream has ended; this is the time for closing the sockets.
@@ -56,7 +58,7 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        limit_repeated_lines("uvicorn.error", "loramux.server.connections.listener")
+        limit_repeated_lines("uvicorn.error", "loramux.http_server.listener")
         await super().startup(sockets=[])
         self._connections.start()
         tls = None if self._tls is None else self._tls.context

@@ -12,9 +12,9 @@ import pytest
 
 from loramux.config.connections import ConnectionConfig
 from loramux.errors import InvalidRequest
-from loramux.server.connections.tls import Certificates
+from loramux.http_server.tls import Certificates
 from tests.certificates import Authority
-from tests.unit.server.connections.serving import Serving, serve_and
+from tests.unit.http_server.serving import Serving, serve_and
 
 
 def trusting(authority: Authority) -> ssl.SSLContext:
