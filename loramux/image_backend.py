@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from loramux.backend import AdapterHost, EngineStats, HostCard
 from loramux.types.adapter import AdapterCard
-from loramux.types.image import ImageRequest
+from loramux.types.image import MIN_SIDE, ImageRequest, nearest_shape
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
@@ -31,6 +32,29 @@ class ImageCard(HostCard):
     """Whether classifier-free guidance is true_cfg_scale; otherwise it is guidance_scale."""
     samplers: tuple[str, ...] = ()
     """Samplers beside the model's own."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """All (width, height) that the model draws; empty: any."""
+
+    @property
+    def smallest_size(self) -> tuple[int, int]:
+        if self.sizes:
+            return min(self.sizes, key=math.prod)
+        side = -(-MIN_SIDE // self.size_factor) * self.size_factor
+        return side, side
+
+    def size_like(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size for a source image, scaled down to the pixels of the default size.
+
+        Sides are rounded down to what the model can draw.
+        """
+        if self.sizes:
+            return nearest_shape(self.sizes, width, height)
+        scale = min(1.0, self.default_size / (width * height) ** 0.5)
+        factor, (least, _) = self.size_factor, self.smallest_size
+        return (
+            max(int(width * scale) // factor * factor, least),
+            max(int(height * scale) // factor * factor, least),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +103,8 @@ class FinishedImage:
     """Seconds of the longest load of its adapters, if they were not on the device."""
     queue_depth: int = 0
     """Images that waited or ran at its arrival."""
+    warnings: tuple[str, ...] = ()
+    """What the model could not draw of the prompt."""
 
     @property
     def is_cold_miss(self) -> bool:

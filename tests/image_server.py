@@ -35,11 +35,11 @@ class ImageClient(TestClient):
         self.names.set_weight(name, weight)
 
 
-def make_engine(folder: Path, **settings: Any) -> AsyncImageEngine:
-    """An engine that has not started, with a model that is saved below the folder."""
-    model = folder / "flux"
+def make_engine(folder: Path, *, family: str = "flux", **settings: Any) -> AsyncImageEngine:
+    """An engine that has not started, with a model of the folder, where it is saved if needed."""
+    model = folder / family
     if not model.exists():
-        make_pipeline("flux").save_pretrained(model)
+        make_pipeline(family).save_pretrained(model)
     images = ImageConfig(image_model=str(model), **settings)
     return AsyncImageEngine(engine_options(ServeConfig(images=images)))
 
@@ -52,11 +52,12 @@ def image_client(
     registry: RegistryAdapters | None = None,
     options: ServerOptions | None = None,
     started: bool = True,
+    family: str = "flux",
     **more: Any,
 ) -> Iterator[ImageClient]:
-    """`more`: arguments of create_app()."""
-    engine = make_engine(folder)
-    names = ImageNames(engine, ("flux",), registry)
+    """`family`: the name of the model and of its folder; `more`: arguments of create_app()."""
+    engine = make_engine(folder, family=family)
+    names = ImageNames(engine, (family,), registry)
     app = create_app(
         text,
         options or ServerOptions(),

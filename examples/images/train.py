@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import FluxPipeline
@@ -25,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.images.autoencoder import fit
-from examples.images.icons import BASE, SIDE
+from examples.images.icons import BASE, OBJECTS, SIDE
 from examples.images.network import TEXT_TOKENS, make_pipeline, make_tokenizer, pack, positions
-from examples.images.scenes import Scenes, make_scenes
-from loramux.diffusion.pipeline import DEFAULTS_NAME
+from examples.images.scenes import ALSO, BACKGROUNDS, Scenes, captions, make_scenes
+from loramux.diffusion.model_facts import FACTS_NAME
 
 EMA = 0.995
 WARM_UP = 0.03
@@ -153,8 +154,7 @@ class Training:
         folder = self.folder / "model"
         self.pipeline.to(dtype=torch.float16).save_pretrained(folder)
         self.pipeline.to(dtype=torch.float32)
-        defaults = {"size": SIDE, "max_sequence_length": TEXT_TOKENS}
-        (folder / DEFAULTS_NAME).write_text(json.dumps(defaults) + "\n")
+        (folder / FACTS_NAME).write_text(json.dumps(model_facts()) + "\n")
         # diffusers writes a setting that it does not expect when it reads the file.
         _drop(folder / "vae" / "config.json", "block_out_channels")
         # Where it was read from before.
@@ -163,7 +163,7 @@ class Training:
     def load(self) -> bool:
         """Read the pipeline where the folder has it."""
         folder = self.folder / "model"
-        if not (folder / DEFAULTS_NAME).exists():
+        if not (folder / FACTS_NAME).exists():
             return False
         pipeline = FluxPipeline.from_pretrained(folder, dtype=torch.float32)
         self.pipeline = pipeline.to(self.device)
@@ -200,6 +200,18 @@ def save_adapter(file: Path, style: str, tensors: dict[str, Tensor]) -> None:
         save_file(kohya(tensors), file)
     else:
         save_file({f"transformer.{name}": t for name, t in tensors.items()}, file)
+
+
+def model_facts() -> dict[str, Any]:
+    """What the folder of the model says of its sizes and words."""
+    words = {word for colour in BACKGROUNDS for word in captions("", colour)[1].split()}
+    return {
+        "size": SIDE,
+        "sizes": [f"{SIDE}x{SIDE}"],
+        "max_sequence_length": TEXT_TOKENS,
+        "objects": [*OBJECTS, *ALSO.values()],
+        "words": sorted(words),
+    }
 
 
 def kohya(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -105,3 +105,5 @@ def _show(drawn: Drawn, out: Path) -> None:
         say(console, "Digest ", f"{digest} {adapters or 'base'}", style="bold")
     say(console, "Seed   ", drawn.seed, style="bold")
     say(console, "Seconds", f" {drawn.seconds}", style="bold")
+    for warning in drawn.warnings:
+        say(console, "Note   ", warning, style="bold yellow")

@@ -70,6 +70,7 @@ def draw_here(asked: Asked, place: Place) -> Drawn:
         seed=str(seed),
         digests=[(_terms(one.drawing.adapters), one.digest) for one in drawn],
         seconds=f"{time.monotonic() - loaded:.1f}, and {loaded - began:.1f} to load the model",
+        warnings=drawn[0].warnings,
     )
 
 

@@ -42,6 +42,7 @@ def draw_there(asked: Asked, url: str, api_key: str | None, out: Path) -> Drawn:
         seed=str(image.get("seed", "not told: the server gives no receipts")),
         digests=[(" ".join(asked.adapters or ()), image.get("pixel_digest", "–"))],
         seconds=f"{time.monotonic() - began:.1f}",
+        warnings=found.get("warnings", ()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loramux.errors import InvalidRequest
@@ -31,6 +32,7 @@ class Drawn:
     digests: list[tuple[str, str]]
     """Adapters and pixel digest of each image."""
     seconds: str
+    warnings: Sequence[str] = ()
 
 
 def split_weight(text: str) -> tuple[str, float | None]:

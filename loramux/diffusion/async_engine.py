@@ -18,7 +18,7 @@ from loramux.image_backend import (
     ImageStats,
     ImageUpdate,
 )
-from loramux.types.image import MIN_SIDE, ImageRequest
+from loramux.types.image import ImageRequest
 from loramux.worker.hosted import HostedEngine
 from loramux.worker.messages import Abort, Message, Refused, decode_error
 from loramux.worker.process import EngineKind, OnProgress
@@ -107,13 +107,12 @@ class AsyncImageEngine(HostedEngine[ImageCard, ImageAdapterCard, ImageStats]):
                 _log.warning("unexpected message from the engine: %s", type(reply).__name__)
 
     async def _probe_selection(self, cid: str | None) -> None:
-        factor = self.card.size_factor
-        side = factor * -(-MIN_SIDE // factor)
+        width, height = self.card.smallest_size
         request = ImageRequest(
             request_id=f"probe-{secrets.token_hex(8)}",
             prompt="probe",
-            width=side,
-            height=side,
+            width=width,
+            height=height,
             steps=1,
             seed=0,
             selection=() if cid is None else ((cid, 1.0),),

@@ -45,6 +45,7 @@ PROMPT_CACHE_BYTES = 256 * 2**20
 _MAX_DECODED = 4
 _MAX_BEGUN = 2
 _LOAD_WAIT_S = 0.05
+_USUAL_GUIDANCE = 20.0
 _log = logging.getLogger(__name__)
 
 
@@ -362,6 +363,7 @@ class ImageEngine:
         num_rows = 1 if job.negative is None else 2
         facts.image_tokens = self.family.num_tokens(job.request) * num_rows * facts.num_steps
         facts.prompt_tokens = len(self.family.pipe.tokenizer(job.request.prompt).input_ids)
+        facts.warnings = self.family.warnings(job.request)
 
     def _encode(self, request: ImageRequest, text: str, *, is_negative: bool) -> Text:
         family, length = self.family, self.family.length(request)
@@ -479,7 +481,7 @@ class ImageEngine:
         now = time.monotonic()
         for job, pixels in zip(jobs, images, strict=True):
             if not bool(torch.isfinite(pixels).all()):
-                self._fail(job, LoramuxError("The image has NaN pixels."), events)
+                self._fail(job, _not_finite(job.request), events)
                 continue
             facts = self._facts[job.request.request_id]
             facts.decode_s = now - began
@@ -514,6 +516,23 @@ class ImageEngine:
         for cid in [cid for cid in self._removed if self.memory.forget(cid)]:
             self._removed.discard(cid)
             self.prompts.forget(cid)
+
+
+def _not_finite(request: ImageRequest) -> LoramuxError:
+    """The error of an image with NaN pixels; it is the client's if its values may be the cause."""
+    causes = [
+        f"{name} ({value:g})"
+        for name in ("guidance_scale", "true_cfg_scale")
+        if (value := getattr(request, name) or 0.0) > _USUAL_GUIDANCE
+    ]
+    if request.selection:
+        weights = ", ".join(f"{weight:g}" for _, weight in request.selection)
+        causes.append(f"the weights of the adapters ({weights})")
+    text = "The image has NaN pixels"
+    if not causes:
+        return LoramuxError(f"{text}.")
+    param = "adapter_weights" if request.selection else "guidance_scale"
+    return InvalidRequest(f"{text}: decrease {' or '.join(causes)}.", param=param)
 
 
 def _size(job: Job) -> tuple[int, int]:

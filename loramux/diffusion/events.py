@@ -34,6 +34,8 @@ class ImageFacts:
     """Seconds of the longest load of its adapters, if they were not on the device."""
     queue_depth: int = 0
     """Images that waited or ran at its arrival."""
+    warnings: tuple[str, ...] = ()
+    """What the model could not draw of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

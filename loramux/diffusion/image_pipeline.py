@@ -24,7 +24,7 @@ from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import AdapterNotFound, InvalidRequest, suggest
 from loramux.types.composition import check_sum
-from loramux.types.image import DEFAULT_STRENGTH, ImageRequest, SourceImage
+from loramux.types.image import DEFAULT_STRENGTH, ImageRequest, SourceImage, nearest_shape
 from loramux.types.image_files import measure
 
 MAX_RANDOM_SEED = 2**32
@@ -92,6 +92,11 @@ class DrawnImage:
     def digest(self) -> str:
         """The digest of the pixels as bytes, which is that of a receipt."""
         return pixel_digest(to_bytes(self.pixels))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the model could not draw of the prompt."""
+        return self.facts.warnings
 
     def save(self, path: str | Path) -> None:
         self.image.save(path)
@@ -184,13 +189,14 @@ class ImagePipeline:
 
     def effects(self, name: str, *, steps: int = 3) -> list[float]:
         """Returns how much an adapter changes each of a few predictions of the base."""
-        side = min(self.engine.family.default_size, 256)
-        side -= side % self.engine.family.size_factor
+        family = self.engine.family
+        side = family.default_size if family.facts.sizes else min(family.default_size, 256)
+        side -= side % family.size_factor
         drawing = Drawing(
             prompt=", ".join(self._adapters[self._known(name)].trigger_words) or "a photograph",
             adapters={name: 1.0},
-            width=max(side, self.engine.family.size_factor),
-            height=max(side, self.engine.family.size_factor),
+            width=max(side, family.size_factor),
+            height=max(side, family.size_factor),
             steps=steps,
             seed=0,
         )
@@ -205,10 +211,7 @@ class ImagePipeline:
         source = drawing.source
         width = height = family.default_size
         if source is not None:
-            factor = family.size_factor
-            width, height = (
-                max(side // factor, 1) * factor for side in measure(source.image, "image")
-            )
+            width, height = self._size_of(source)
         return ImageRequest(
             request_id=request_id,
             prompt=drawing.prompt,
@@ -224,6 +227,13 @@ class ImagePipeline:
             max_sequence_length=drawing.max_sequence_length,
             selection=check_sum(parts),
         )
+
+    def _size_of(self, source: SourceImage) -> tuple[int, int]:
+        family, (width, height) = self.engine.family, measure(source.image, "image")
+        if family.facts.sizes:
+            return nearest_shape(family.facts.sizes, width, height)
+        factor = family.size_factor
+        return max(width // factor, 1) * factor, max(height // factor, 1) * factor
 
     def _known(self, name: str) -> str:
         if name not in self._adapters:

@@ -14,14 +14,11 @@ import torch
 import transformers
 
 from loramux.diffusion.families.find import find_family
+from loramux.diffusion.model_facts import read_facts
 from loramux.errors import InvalidRequest, UnsupportedModel
 from loramux.kernels.cpu.vector_math import detect_cpu
 
 INDEX_NAME = "model_index.json"
-DEFAULTS_NAME = "loramux.json"
-"""A file beside the index: `size` is the side of images, and `max_sequence_length` the length of
-prompts, of requests that name none."""
-LIMITS = {"size": 8192, "max_sequence_length": 4096}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,11 +43,7 @@ def load_pipeline(folder: Path, *, dtype: str = "auto", device: str = "cpu") -> 
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"The pipeline in {folder} cannot be loaded: {error}") from error
-    defaults = read_defaults(folder)
-    if "size" in defaults:
-        pipe.default_sample_size = defaults["size"] // pipe.vae_scale_factor
-    if "max_sequence_length" in defaults:
-        pipe.default_sequence_length = defaults["max_sequence_length"]
+    pipe.model_facts = read_facts(folder)
     pipe.set_progress_bar_config(disable=True)
     pipe.to(device)
     return pipe
@@ -93,21 +86,3 @@ def pipeline_class(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"{index} cannot be read: {error!r}") from error
     return str(name)
-
-
-def read_defaults(folder: Path) -> dict[str, int]:
-    """Returns the defaults that loramux.json names; raises UnsupportedModel for others."""
-    file = folder / DEFAULTS_NAME
-    if not file.exists():
-        return {}
-    try:
-        given = json.loads(file.read_bytes())
-        names = given.keys()
-    except (OSError, ValueError, AttributeError) as error:
-        raise UnsupportedModel(f"{file} cannot be read: {error!r}") from error
-    if not names or not names <= LIMITS.keys():
-        raise UnsupportedModel(f"{file} must have {' or '.join(LIMITS)}, got {sorted(names)}.")
-    for name, value in given.items():
-        if not isinstance(value, int) or not 0 < value <= LIMITS[name]:
-            raise UnsupportedModel(f"{name} in {file} must be 1 to {LIMITS[name]}, got {value!r}.")
-    return dict(given)

@@ -117,4 +117,5 @@ def _finished(pixels: Tensor, facts: ImageFacts, form: ImageForm) -> FinishedIma
         tier_found=facts.tier_found,
         load_s=facts.load_s,
         queue_depth=facts.queue_depth,
+        warnings=facts.warnings,
     )

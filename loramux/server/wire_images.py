@@ -24,7 +24,7 @@ class NamedLora(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ImageGeneration(Struct, kw_only=True):
-    """The body of POST /v1/images/generations; fields that are not known are ignored."""
+    """The body of POST /v1/images/generations; see near_misses.py on fields that are not known."""
 
     prompt: str
     model: str | None = None
@@ -96,6 +96,8 @@ class ImagesReply(Struct, frozen=True, kw_only=True, omit_defaults=True):
     quality: str = msgspec.field(default_factory=lambda: "auto")
     background: str = msgspec.field(default_factory=lambda: "opaque")
     serving: dict[str, Any] | None = None
+    warnings: list[str] = []
+    """What the model could not draw of the prompt."""
 
 
 class SheafPredict(Struct, kw_only=True, tag_field="model_type", tag="diffusion"):
@@ -105,8 +107,8 @@ class SheafPredict(Struct, kw_only=True, tag_field="model_type", tag="diffusion"
     prompt: str
     request_id: str | None = None
     negative_prompt: str = ""
-    height: Annotated[int, Meta(ge=64, multiple_of=8)] = 1024
-    width: Annotated[int, Meta(ge=64, multiple_of=8)] = 1024
+    height: Annotated[int, Meta(ge=64, multiple_of=8)] | None = None
+    width: Annotated[int, Meta(ge=64, multiple_of=8)] | None = None
     num_inference_steps: Annotated[int, Meta(ge=1, le=200)] = 4
     guidance_scale: Annotated[float, Meta(ge=0)] = 0.0
     seed: int | None = None

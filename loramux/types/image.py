@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,7 @@ MIN_SIDE = 16
 MAX_STEPS = 200
 MAX_PARTIAL_IMAGES = 3
 MAX_SEED = 2**63 - 1
+MAX_GUIDANCE = 100.0
 MAX_PIXELS = 2**24
 """Limit of one image that is drawn."""
 DEFAULT_STRENGTH = 0.8
@@ -98,8 +100,10 @@ class ImageRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name in ("guidance_scale", "true_cfg_scale"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise InvalidRequest(f"{name} must be 0 or more and finite.", param=name)
+            if value is not None and not 0 <= value <= MAX_GUIDANCE:
+                raise InvalidRequest(
+                    f"{name} must be in 0 to {MAX_GUIDANCE:g}, got {value:g}.", param=name
+                )
 
     def has_preview_after(self, step: int, num_steps: int) -> bool:
         """Whether a preview is due after this step, which is not the last."""
@@ -110,6 +114,11 @@ class ImageRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cids(self) -> tuple[str, ...]:
         return tuple(cid for cid, _ in self.selection)
+
+
+def nearest_shape(sizes: Collection[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
+    """Return the (width, height) among `sizes` whose aspect ratio is the nearest."""
+    return min(sizes, key=lambda size: abs(math.log(size[0] * height / (size[1] * width))))
 
 
 def check_range(name: str, value: int, least: int, most: int | None = None) -> None:

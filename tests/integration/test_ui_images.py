@@ -21,9 +21,10 @@ import uvicorn  # noqa: E402
 from PIL import Image  # noqa: E402
 from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
 
+from loramux.config.images import DEMO  # noqa: E402
 from loramux.http_server.serving import listen  # noqa: E402
 from tests.image_factory import ATTENTION, make_adapter, make_pipeline  # noqa: E402
-from tests.image_server import image_client, save_adapters  # noqa: E402
+from tests.image_server import ImageClient, image_client, save_adapters  # noqa: E402
 from tests.serve_factory import running_server  # noqa: E402
 from tests.ui_factory import (  # noqa: E402
     CHROMIUM,
@@ -68,9 +69,16 @@ def drawing_server(folder: Path) -> Iterator[str]:
     """The address of an application over a tiny model with two adapters, in this process."""
     pipe = make_pipeline("flux")
     adapters = {name: make_adapter(pipe, name, ATTENTION, rank=4) for name in ("ink", "night")}
-    with image_client(folder) as client, listen("127.0.0.1", 0) as listener:
+    with image_client(folder) as client, listening(client) as url:
         for name, path in save_adapters(folder, adapters).items():
             client.add(name, path, {"ink": 0.8, "night": 1.0}[name])
+        yield url
+
+
+@contextmanager
+def listening(client: ImageClient) -> Iterator[str]:
+    """The address of the application of a client."""
+    with listen("127.0.0.1", 0) as listener:
         config = uvicorn.Config(
             client.app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1
         )
@@ -128,9 +136,30 @@ def test_images_form_side_by_side_with_time_and_receipt(browser: Browser, tmp_pa
         watch.check()
 
 
+@pytest.mark.slow
+def test_the_demo_knows_the_pages_prompt_and_warns_of_others(browser: Browser) -> None:
+    with (
+        image_client(DEMO, family="model") as client,
+        listening(client) as url,
+        watched_page(browser, url, viewport=WIDE) as (page, watch),
+    ):
+        page.set_default_timeout(SOON_MS)
+        expect.set_options(timeout=SOON_MS)
+        page.goto(f"{url}/")
+        page.get_by_label("Steps").fill("2")
+        page.get_by_role("button", name="Run 1 column").click()
+        expect(page.get_by_text("Finished.")).to_have_count(1)
+        expect(page.get_by_role("note")).to_have_count(0)
+        page.get_by_label("Prompt", exact=True).fill("a red fox in the snow")
+        page.get_by_role("button", name="Run 1 column").click()
+        expect(page.get_by_role("note")).to_contain_text("red, in, the, snow")
+        assert serious(page) == []
+        watch.check()
+
+
 def pixels_of(url: str, **fields: object) -> list[int]:
     """What a client gets for the parameters of the page."""
-    body = {"prompt": "a red fox in the snow", "seed": 1, "size": "64x64", "steps": 6}
+    body = {"prompt": "a fox on a yellow background", "seed": 1, "size": "64x64", "steps": 6}
     answer = httpx2.post(f"{url}/v1/images/generations", json=body | fields, timeout=60)
     drawn = base64.b64decode(answer.json()["data"][0]["b64_json"])
     with Image.open(io.BytesIO(drawn)) as image:

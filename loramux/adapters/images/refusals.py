@@ -14,6 +14,7 @@ class ImageRefusal(StrEnum):
     UNSERVED_METHOD = "unserved_method"
     AMBIGUOUS_NAME = "ambiguous_name"
     AMBIGUOUS_FILE = "ambiguous_file"
+    FILE_MISSING = "file_missing"
     CONFLICTING_ALPHA = "conflicting_alpha"
 
 

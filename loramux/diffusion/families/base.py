@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loramux.diffusion.families.beginning import Beginning, Kept, add_noise
+from loramux.diffusion.model_facts import ModelFacts
 from loramux.diffusion.source import decode_source
 from loramux.errors import InvalidRequest, UnsupportedModel
 from loramux.types.image import ImageRequest, SourceImage
@@ -84,6 +85,8 @@ class Family(ABC):
     """Whether requests may set guidance_scale."""
     needs_equal_text: ClassVar[bool] = True
     """Whether the rows of one forward must have prompts of the same padded length."""
+    length_tokenizer: ClassVar[str] = "tokenizer"
+    """The tokenizer whose tokens are padded or cut to the length of a prompt."""
     has_graphs: ClassVar[bool] = False
     """Whether forwards of inputs of one shape do the same work, without waiting for a GPU."""
     takes_image: ClassVar[bool] = False
@@ -93,6 +96,7 @@ class Family(ABC):
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
+        self.facts: ModelFacts = getattr(pipe, "model_facts", ModelFacts())
         self.check_pipeline()
 
     # Properties of the loaded model.
@@ -116,8 +120,14 @@ class Family(ABC):
         return 2 * int(self.pipe.vae_scale_factor)
 
     @property
+    def own_size(self) -> int:
+        """The side that the components were made for."""
+        return int(self.pipe.default_sample_size) * int(self.pipe.vae_scale_factor)
+
+    @property
     def default_size(self) -> int:
-        side = int(self.pipe.default_sample_size) * int(self.pipe.vae_scale_factor)
+        """The side of an image whose request names no size."""
+        side = self.facts.size or self.own_size
         return max(side // self.size_factor, 1) * self.size_factor
 
     def check_pipeline(self) -> None:  # noqa: B027
@@ -136,6 +146,7 @@ class Family(ABC):
                     f"The nearest is {near}.",
                     param=name,
                 )
+        self.facts.check_size(request.width, request.height)
         if not self.takes_guidance and request.guidance_scale is not None:
             raise InvalidRequest(
                 "This model has no guidance_scale: set true_cfg_scale and negative_prompt.",
@@ -174,13 +185,25 @@ class Family(ABC):
         return (request.width // self.size_factor) * (request.height // self.size_factor)
 
     def length(self, request: ImageRequest) -> int:
-        default: int = getattr(self.pipe, "default_sequence_length", self.default_length)
+        default = self.facts.max_sequence_length or self.default_length
         return request.max_sequence_length or default
 
     def batch_key(self, request: ImageRequest) -> tuple[int, ...]:
         """Requests with equal keys may share a forward."""
         size = (request.height, request.width)
         return (*size, self.length(request)) if self.needs_equal_text else size
+
+    def warnings(self, request: ImageRequest) -> tuple[str, ...]:
+        """Return what the model cannot draw of a prompt."""
+        tokenizer = getattr(self.pipe, self.length_tokenizer, None)
+        found = self.facts.warnings(request.prompt)
+        if tokenizer is None:
+            return found
+        count, most = len(tokenizer(request.prompt).input_ids), self.length(request)
+        if count <= most:
+            return found
+        cut = f"The prompt has {count} tokens, and the model reads the first {most}."
+        return (*found, cut)
 
     # The steps of one image.
 
@@ -345,6 +368,12 @@ def draw_noise(
 
 
 def sample_latents(vae: Any, image: Tensor, generator: torch.Generator) -> Tensor:
-    """Samples the latents of an image from the distribution that the VAE encodes it to."""
-    latents: Tensor = vae.encode(image).latent_dist.sample(generator)
+    """Sample the latents of an image from the distribution that the VAE encodes it to.
+
+    AutoencoderTiny encodes it to latents themselves.
+    """
+    encoded = vae.encode(image)
+    latents: Tensor = (
+        encoded.latent_dist.sample(generator) if "latent_dist" in encoded else encoded.latents
+    )
     return latents

@@ -28,6 +28,7 @@ class Flux(FlowFamily):
     has_graphs = True
     text_encoders = ("text_encoder", "text_encoder_2")
     guidance_name = "true_cfg_scale"
+    length_tokenizer = "tokenizer_2"
     takes_image = True
 
     def check_pipeline(self) -> None:

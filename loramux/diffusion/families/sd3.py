@@ -28,6 +28,7 @@ class StableDiffusion3(FlowFamily):
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_guidance = 7.0
     default_length = 256
+    length_tokenizer = "tokenizer_3"
     takes_image = True
 
     @property

@@ -42,8 +42,8 @@ class Wan(Family):
         return int(self.pipe.vae_scale_factor_spatial) * int(patch)
 
     @property
-    def default_size(self) -> int:
-        return max(480 // self.size_factor, 1) * self.size_factor
+    def own_size(self) -> int:
+        return 480
 
     def encode(self, text: str, length: int) -> Text:
         embeds, _ = self.pipe.encode_prompt(

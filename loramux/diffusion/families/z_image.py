@@ -33,7 +33,7 @@ class ZImage(FlowFamily):
     takes_image = True
 
     @property
-    def default_size(self) -> int:
+    def own_size(self) -> int:
         return 1024
 
     def is_guided(self, request: ImageRequest) -> bool:

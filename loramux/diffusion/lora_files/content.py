@@ -18,6 +18,7 @@ from loramux.adapters.images.files import (
     make_image_manifest,
     read_image_config,
 )
+from loramux.adapters.images.refusals import ImageRefusal
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import (
     LENGTH_BYTES,
@@ -48,6 +49,10 @@ def read_file(place: Path) -> FileContent:
     config = None if config_path is None else read_image_config(config_path)
     try:
         data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise AdapterRefused(
+            ImageRefusal.FILE_MISSING, f"There is no file {path}.", fix="Check its path."
+        ) from error
     except OSError as error:
         raise AdapterRefused(
             RefusalCode.UNREADABLE, f"{path} cannot be read: {error.strerror}."

@@ -26,7 +26,7 @@ from loramux.server.images.names import Chosen, ImageNames
 from loramux.server.names import Selected
 from loramux.server.quotas import Admission
 from loramux.server.receipt_draft import MS_PER_S, ReceiptDraft, refusing
-from loramux.types.image import MIN_SIDE, ImageRequest
+from loramux.types.image import ImageRequest
 from loramux.types.modality import Modality
 from loramux.types.request import FinishReason, Selection
 
@@ -165,6 +165,11 @@ class Drawing:
                         self._finish([update.finished])
                     yield update
 
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of the finished images, each once."""
+        return list(dict.fromkeys(text for image in self.images for text in image.warnings))
+
     def receipt(self) -> Receipt | None:
         """Returns the receipt of the finished images; None if receipts are off."""
         assert self.draft is not None
@@ -276,13 +281,12 @@ class Drawing:
 
 async def draw_smallest(context: ImageContext, selection: Selection) -> None:
     """Draws one step of the smallest image with the adapters, which are on the device then."""
-    factor = context.backend.card.size_factor
-    side = factor * -(-MIN_SIDE // factor)
+    width, height = context.backend.card.smallest_size
     request = ImageRequest(
         request_id=f"warm-{uuid.uuid4().hex}",
         prompt="warm",
-        width=side,
-        height=side,
+        width=width,
+        height=height,
         steps=1,
         seed=0,
         selection=selection,

@@ -13,6 +13,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import convert, decode, read_body, read_upload
 from loramux.server.images.drawing import ImageContext, image_draft
 from loramux.server.images.multipart import MULTIPART, Form, media_type, parse_form
+from loramux.server.images.near_misses import check_names, names_in
 from loramux.server.images.openai import answer, make_drawing
 from loramux.server.images.sources import check_files, decode_base64
 from loramux.server.openapi import uploading
@@ -48,13 +49,16 @@ async def _read(request: Request, max_bytes: int) -> tuple[ImageEdit, SourceImag
     if media_type(content_type) == "application/json":
         raw = await read_body(request, max_bytes)
         sent = decode(raw, JsonImageEdit)
+        check_names(names_in(raw), JsonImageEdit)
         body: ImageEdit = sent
         given = [sent.image] if isinstance(sent.image, str) else sent.image
         images = [decode_base64(text, "image") for text in given]
         mask = None if sent.mask is None else decode_base64(sent.mask, "mask")
     else:
         form = parse_form(await read_upload(request, max_bytes), content_type)
-        body = convert(_fields(form), ImageEdit, from_text=True)
+        fields = _fields(form)
+        body = convert(fields, ImageEdit, from_text=True)
+        check_names((*fields, *(name.removesuffix("[]") for name in form.files)), JsonImageEdit)
         images = [*form.files.get("image", ()), *form.files.get("image[]", ())]
         mask = _mask(form)
     if body.input_fidelity not in (None, "low"):

@@ -16,12 +16,13 @@ from starlette.responses import Response
 from loramux.config.images import parse_size
 from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
-from loramux.server.body import json_response, read_json
+from loramux.server.body import decode, json_response, read_body
 from loramux.server.caller import caller_of
 from loramux.server.images.choice import choose
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.lora_fields import named_adapters
 from loramux.server.images.names import selection_of
+from loramux.server.images.near_misses import check_names, names_in
 from loramux.server.images.sources import size_of
 from loramux.server.openapi import generating
 from loramux.server.streaming import Events, named_event, stream_events, until_gone
@@ -47,7 +48,9 @@ def openai_routes(context: ImageContext) -> APIRouter:
         """Draws images; with `stream` as server-sent events with partial images."""
         context.require_ready()
         with image_draft(context, request) as draft:
-            body, _ = await read_json(request, ImageGeneration, max_bytes=context.max_body_bytes)
+            raw = await read_body(request, context.max_body_bytes)
+            body = decode(raw, ImageGeneration)
+            check_names(names_in(raw), ImageGeneration)
             drawing = await make_drawing(context, body, request, draft)
             return await answer(request, drawing, body)
 
@@ -148,6 +151,7 @@ def _reply(drawing: Drawing) -> ImagesReply:
         size=_size_text(drawing),
         usage=_usage(drawing.images),
         serving=None if receipt is None else receipt.body(),
+        warnings=drawing.warnings,
     )
 
 
@@ -167,8 +171,11 @@ async def _events(drawing: Drawing, kind: str) -> Events:
             num_partial += 1
         if update.finished is not None:
             receipt = drawing.receipt()
-            more = {} if receipt is None else {"serving": receipt.body()}
-            end = {"usage": _usage(drawing.images), **more}
+            end: dict[str, Any] = {"usage": _usage(drawing.images)}
+            if receipt is not None:
+                end["serving"] = receipt.body()
+            if drawing.warnings:
+                end["warnings"] = drawing.warnings
             yield _event(f"{kind}.completed", update.finished.data, common, end)
 
 

@@ -30,7 +30,6 @@ from loramux.server.images.sources import check_files, decode_base64
 from loramux.server.wire_images import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
 from loramux.types.image import ImageRequest, SourceImage
 
-DEFAULT_SIZE = 512
 DEFAULT_STEPS = 50
 DEFAULT_CFG_SCALE = 7.0
 DEFAULT_STRENGTH = 0.75
@@ -76,8 +75,8 @@ async def make_drawing(
             request_id=f"img-{secrets.token_hex(12)}",
             prompt=prompt.text,
             negative_prompt=negative,
-            width=DEFAULT_SIZE if body.width is None else body.width,
-            height=DEFAULT_SIZE if body.height is None else body.height,
+            width=card.default_size if body.width is None else body.width,
+            height=card.default_size if body.height is None else body.height,
             steps=DEFAULT_STEPS if body.steps is None else body.steps,
             seed=seed + index,
             guidance_scale=guidance,
@@ -202,6 +201,7 @@ def info_of(context: ImageContext, body: SdDrawing, asked: SdAsked) -> dict[str,
         "is_using_inpainting_conditioning": False,
         "version": f"loramux {__version__}",
         **({} if receipt is None else {"serving": receipt.body()}),
+        **({"warnings": asked.drawing.warnings} if asked.drawing.warnings else {}),
     }
 
 

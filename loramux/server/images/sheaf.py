@@ -22,6 +22,7 @@ from loramux.server.errors import error_info, set_error_shape, shaped_response
 from loramux.server.images.choice import choose_deployed
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.names import selection_of
+from loramux.server.images.near_misses import check_adapter_names, names_in
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.sources import check_files, decode_base64, size_of
 from loramux.server.streaming import Events, StreamForm, event, stream_events, until_gone
@@ -104,7 +105,9 @@ async def _read(
     context.require_ready()
     caller = caller_of(request)
     kind: Any = SheafBody
-    body: SheafBody = decode(await read_body(request, context.max_body_bytes), kind)
+    raw = await read_body(request, context.max_body_bytes)
+    body: SheafBody = decode(raw, kind)
+    check_adapter_names(names_in(raw), type(body))
     if body.adapter_weights is not None and not body.adapters:
         raise InvalidRequest(
             "adapter_weights provided but adapters is empty", param="adapter_weights"
@@ -119,7 +122,8 @@ async def _read(
         source = check_files(_source(body))
         width, height = size_of(context.backend.card, source)
     else:
-        width, height = body.width, body.height
+        default = context.backend.card.default_size
+        width, height = body.width or default, body.height or default
     image = ImageRequest(
         request_id=f"img-{secrets.token_hex(12)}",
         prompt=body.prompt,
@@ -167,11 +171,14 @@ def _reply(body: SheafBody, drawing: Drawing, image: FinishedImage) -> SheafRepl
     receipt = drawing.receipt()
     (request,) = drawing.requests
     assert body.request_id is not None
+    metadata: dict[str, Any] = {} if receipt is None else {"serving": receipt.body()}
+    if drawing.warnings:
+        metadata["warnings"] = drawing.warnings
     return SheafReply(
         request_id=body.request_id,
         model_type=str(body.__struct_config__.tag),
         model_name=body.model_name,
-        metadata={} if receipt is None else {"serving": receipt.body()},
+        metadata=metadata,
         image_b64=base64.b64encode(image.data).decode(),
         height=request.height,
         width=request.width,

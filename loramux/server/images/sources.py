@@ -6,7 +6,7 @@ import binascii
 
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageCard
-from loramux.types.image import MIN_SIDE, SourceImage
+from loramux.types.image import SourceImage
 from loramux.types.image_files import measure
 
 _DATA_URL = "data:"
@@ -35,15 +35,5 @@ def check_files(source: SourceImage) -> SourceImage:
 
 
 def size_of(card: ImageCard, source: SourceImage) -> tuple[int, int]:
-    """Returns the width and height of a source, scaled down to the pixels of the model's default.
-
-    Sides are rounded down to what the model can draw.
-    """
-    width, height = measure(source.image, "image")
-    scale = min(1.0, card.default_size / (width * height) ** 0.5)
-    factor = card.size_factor
-    least = -(-MIN_SIDE // factor)
-    return (
-        max(int(width * scale) // factor, least) * factor,
-        max(int(height * scale) // factor, least) * factor,
-    )
+    """Return the width and height of a drawing that follows its source."""
+    return card.size_like(*measure(source.image, "image"))

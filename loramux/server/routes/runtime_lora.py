@@ -40,7 +40,7 @@ from loramux.types.hub_id import parse_hub_id
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
 MAX_NAME_CHARACTERS = 256
-NOT_FOUND_CODES = ("config_missing",)
+NOT_FOUND_CODES = ("config_missing", "file_missing")
 # The refusal for which clients search for vLLM's phrase.
 RANK_CODE, RANK_PHRASE = "rank_over_cap", "LoRA rank is greater than max_lora_rank"
 

@@ -174,7 +174,16 @@ def test_an_image_of_nan_is_an_error(engine, monkeypatch):
         engine.family, "forward", lambda rows: [p * torch.nan for p in forward(rows)]
     )
     engine.add(flux_request("x", steps=1))
-    assert "NaN" in str(engine.step()[-1].error)
+    error = engine.step()[-1].error
+    assert "NaN" in str(error) and not isinstance(error, InvalidRequest)
+    for fields, text in (
+        ({"guidance_scale": 90.0}, r"decrease guidance_scale \(90\)"),
+        ({"selection": (("a", 50.0),)}, r"decrease the weights of the adapters \(50\)"),
+    ):
+        engine.add(flux_request("y", steps=1, **fields))
+        error = engine.step()[-1].error
+        with pytest.raises(InvalidRequest, match=text):
+            raise error
 
 
 def test_a_removed_adapter_is_freed_after_its_last_image(engine):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from examples.images.icons import OBJECTS, SIDE
-from examples.images.network import TEXT_TOKENS
 from examples.images.scenes import ALSO, BACKGROUNDS, captions, make_scenes
+from examples.images.train import model_facts
 from loramux import Drawing, ImagePipeline
 from loramux.cli.main import app
 from loramux.config.file import load_serve_config
@@ -168,15 +168,13 @@ def test_a_folder_names_size_and_length_of_its_images(tmp_path):
     defaults = tmp_path / "loramux.json"
     defaults.unlink()
     broken = ("{}", "[]", '{"size": 0}', '{"size": "64"}', "{", '{"max_sequence_length": 0}')
+    broken += ('{"sizes": ["64"]}', '{"size": 32, "sizes": ["64x64"]}', '{"objects": [1]}')
     for text in (*broken, '{"size": 64, "steps": 4}'):
         defaults.write_text(text)
         with pytest.raises(UnsupportedModel, match=r"loramux\.json"):
             load_pipeline(tmp_path)
         defaults.unlink()
-    assert json.loads((MODEL / "loramux.json").read_text()) == {
-        "size": SIDE,
-        "max_sequence_length": TEXT_TOKENS,
-    }
+    assert json.loads((MODEL / "loramux.json").read_text()) == model_facts()
 
 
 def test_scenes_show_what_their_captions_say(tmp_path):

@@ -59,7 +59,8 @@ def adapters():
 def server(tmp_path_factory, adapters):
     """A client of an application whose engine draws with three adapters; `ink` is the default."""
     folder = tmp_path_factory.mktemp("images")
-    with image_client(folder, started=False) as client:
+    options = ServerOptions(allow_runtime_lora_updating=True)
+    with image_client(folder, started=False, options=options) as client:
         assert client.get("/health").status_code == 503
         assert client.post("/v1/images/generations", json={"prompt": "x"}).status_code == 503
         client.portal.call(client.engine.start)
@@ -211,6 +212,15 @@ def test_a_stream_has_partial_images(server, stock):
         ({"partial_images": 1}, 400, "needs stream"),
         ({"sampler": "ddim"}, 400, "no sampler"),
         ({"stream": True, "size": "33x32"}, 400, "nearest is 32"),
+        ({"guidance_scale": 1e30}, 400, "guidance_scale must be in 0 to 100, got 1e+30"),
+        ({"adapter": ["night"]}, 400, "adapter is no field of this route: send adapters"),
+        ({"weights": [0.5]}, 400, "send adapter_weights"),
+        ({"lora_scale": 0.5}, 400, "send adapter_weights"),
+        ({"num_steps": 4}, 400, "send num_inference_steps"),
+        ({"cfg_scale": 4}, 400, "send guidance_scale"),
+        ({"adaptors": ["night"]}, 400, "send adapters"),
+        ({"strength": 0.5}, 400, "use POST /v1/images/edits"),
+        ({"clip_skip": 2}, 400, "leave it out"),
     ],
 )
 def test_bad_requests_are_refused(server, fields, status, text):
@@ -219,6 +229,17 @@ def test_bad_requests_are_refused(server, fields, status, text):
     error = reply.json()["error"]
     assert text in error["message"]
     assert error["code"] == status
+
+
+def test_fields_that_mean_nothing_here_are_ignored(server):
+    plain = generate(server).json()["data"]
+    assert generate(server, metadata={"a": 1}, adapter=None, store=True).json()["data"] == plain
+
+
+def test_a_load_of_a_missing_file_is_not_found(server, tmp_path):
+    body = {"lora_name": "x", "lora_path": str(tmp_path / "nowhere")}
+    reply = server.post("/v1/load_lora_adapter", json=body)
+    assert reply.status_code == 404 and str(tmp_path) not in reply.text
 
 
 def test_models_lists_adapters_with_their_base(server):
@@ -275,6 +296,9 @@ def test_sheaf_refuses_in_its_words(server):
         {"adapter_weights": [1]},
         {"model_type": "tabular"},
         {"request_id": "x"},
+        {"adapter": ["ink"]},
+        {"lora_scale": 0.5},
+        {"guidance_scale": 1e30},
     ):
         (first,) = detail(sheaf_body(**fields))
         assert first["loc"][0] == "body" and first["msg"]

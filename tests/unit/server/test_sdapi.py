@@ -173,6 +173,7 @@ def test_images_begin_with_an_image(server, stock):
         ({"made_up": 1}, "made_up is not known here"),
         ({"init_images": ["x"]}, "init_images is not known"),
         ({"prompt": 3}, "Expected `str`"),
+        ({"cfg_scale": 1e30}, "true_cfg_scale must be in 0 to 100"),
     ],
 )
 def test_what_would_change_the_picture_is_refused(server, fields, text):

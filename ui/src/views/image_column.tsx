@@ -32,6 +32,11 @@ export function ImageColumn({ output, prompt, words, onRetry, ...frame }: ImageC
           )}
         </figcaption>
       </figure>
+      {output.warnings.map((text) => (
+        <p key={text} class="note" role="note">
+          {text}
+        </p>
+      ))}
       {output.phase === "failed" &&
         (onRetry === null ? <Failure error={output.error} /> : <Failure error={output.error} retry={onRetry} />)}
       <ColumnFooter

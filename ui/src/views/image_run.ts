@@ -31,6 +31,8 @@ export interface ImageOutput {
   totalMs: number | null;
   tokens: number | null;
   receipt: Receipt | null;
+  /** What the model could not draw of the prompt. */
+  warnings: readonly string[];
   error: unknown;
 }
 
@@ -43,6 +45,7 @@ export const NOTHING: ImageOutput = {
   totalMs: null,
   tokens: null,
   receipt: null,
+  warnings: [],
   error: null,
 };
 
@@ -74,6 +77,7 @@ interface ImageEvent {
   output_format: string;
   usage?: { output_tokens: number };
   serving?: Receipt;
+  warnings?: string[];
 }
 
 export async function runImage(
@@ -107,7 +111,8 @@ export async function runImage(
         continue;
       }
       const tokens = drawn.usage?.output_tokens ?? null;
-      update({ ...common, phase: "done", totalMs: now, tokens, receipt: drawn.serving ?? null });
+      const told = { receipt: drawn.serving ?? null, warnings: drawn.warnings ?? [] };
+      update({ ...common, ...told, phase: "done", totalMs: now, tokens });
       return;
     }
     throw new ApiError(0, "The stream broke off before its end.");

@@ -19,7 +19,7 @@ import {
 import type { ModelSet } from "./models";
 
 const EXAMPLE: ImageParameters = {
-  prompt: "a red fox in the snow",
+  prompt: "a fox on a yellow background",
   negative: "",
   seed: "1",
   size: "",
