@@ -327,6 +327,8 @@ def server_options(
         allowed_roots=config.allowed_roots,
         adapter_source=config.adapter_source,
         ui=config.ui,
+        unknown_fields=config.unknown_fields,
+        require_model=config.require_model,
         compat=tuple(name for name in config.compat if name != NONE) if config.compat else None,
         tenant_shares=dict(config.tenant_shares),
         adapter_shares=dict(config.adapter_shares),

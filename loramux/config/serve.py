@@ -32,6 +32,7 @@ GROUPS = (MODEL, IMAGES, REGISTRY, MEMORY, ACCESS, NETWORK, CONNECTIONS)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 RECEIPTS = ("auto", "on", "off")
 CHECKS = ("header", "full")
+UNKNOWN_FIELDS = ("ignore", "warn", "refuse")
 ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
 FAMILIES = ("anthropic", "llamacpp", "lorax", "ollama", "responses", "sagemaker", "sglang")
 """Other servers' APIs."""
@@ -362,6 +363,22 @@ class ServeConfig:
         limit=Limit(
             f"among {', '.join(FAMILIES)}, none", lambda names: set(names) <= {*FAMILIES, NONE}
         ),
+    )
+    unknown_fields: str = setting(
+        "warn",
+        Kind.TEXT,
+        NETWORK,
+        f"Fields of requests that no API has. Valid values: {', '.join(UNKNOWN_FIELDS)}; warn "
+        "names them in the header x-loramux-warning.",
+        metavar="NAME",
+        limit=one_of(*UNKNOWN_FIELDS),
+    )
+    require_model: bool = setting(
+        False,
+        Kind.SWITCH,
+        NETWORK,
+        "Refuse requests that name no model. Default: the base answers them, with a warning in a "
+        "header if there are adapters.",
     )
     ui: bool = setting(
         True,

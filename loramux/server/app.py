@@ -45,6 +45,7 @@ from loramux.server.request_ids import (
     RECEIPT_HEADER,
     TIER_HEADER,
     TOOLS_HEADER,
+    WARNING_HEADER,
     RequestIdMiddleware,
 )
 from loramux.server.routes.accounts import account_routes
@@ -96,6 +97,8 @@ IMAGE_ROUTES = (openai_routes, edit_routes, sdapi_routes)
 LAST_ROUTES = (sheaf_routes,)
 # Largest bodies that may arrive at once; smaller ones take less of this.
 LARGEST_BODIES = 16
+EXPOSED_HEADERS = (RECEIPT_HEADER, TOOLS_HEADER, WARNING_HEADER, CID_HEADER, TIER_HEADER)
+"""Headers of answers that web pages of other origins may read."""
 
 
 def create_app(  # noqa: PLR0913  (what a server is made of)
@@ -256,7 +259,7 @@ def _with_middleware(
             allow_origins=list(options.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", RECEIPT_HEADER, TOOLS_HEADER, CID_HEADER, TIER_HEADER],
+            expose_headers=["x-request-id", *EXPOSED_HEADERS],
         )
     app.add_middleware(BrowserGuard, options.allowed_hosts, options.cors_origins)
     app.add_middleware(RequestIdMiddleware)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import structs
@@ -12,9 +12,8 @@ from starlette.requests import Request
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode, keep_body, read_body
+from loramux.server.body import read_body
 from loramux.server.context import Context
-from loramux.server.foreign_fields import unsupported_in
 from loramux.server.generation import Generation, RouteKind, check_num_choices, open_generation
 from loramux.server.names import Selected
 from loramux.server.prompts import encode_messages, encode_pair, encode_prompt, off_loop
@@ -29,8 +28,6 @@ from loramux.server.tools.chat import ChatPlan, plan_chat
 from loramux.server.wire import ChatRequest, GenerationBody
 from loramux.types.pooling import Pooling
 from loramux.types.sampling import SamplingParams
-
-BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +77,6 @@ class Asked:
     @property
     def num_prompts(self) -> int:
         return len(self.prompts) if self.messages is None else 1
-
-
-async def read_fields(
-    context: Context, http: Request, kind: type[BodyT], *, generates: bool = True
-) -> BodyT:
-    """Decodes the body; refuses fields that would change the answer and are not known."""
-    raw = await read_body(http, context.options.max_body_bytes)
-    keep_body(http, raw)
-    body = decode(raw, kind)
-    unsupported_in(kind, generates=generates).check(raw)
-    return body
-
-
-def read_inner(fields: Mapping[str, Any] | None, kind: type[BodyT]) -> BodyT:
-    """Decodes an object inside a body, under the rules of the body itself."""
-    raw = msgspec.json.encode(fields or {})
-    unsupported_in(kind).check(raw)
-    return decode(raw, kind)
 
 
 async def open_asked(

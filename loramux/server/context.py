@@ -79,6 +79,10 @@ class ServerOptions:
     """Default registry file that did not exist at start; the server runs without a registry."""
     ui: bool = True
     """Whether the web page under /ui exists."""
+    unknown_fields: str = "warn"
+    """What becomes of fields that no API has: ignore, warn (in a header) or refuse."""
+    require_model: bool = False
+    """Whether requests that name no model are refused."""
     compat: tuple[str, ...] | None = None
     """Families of other servers' APIs that answer; None: all."""
     adapter_source: str | None = None

@@ -160,6 +160,11 @@ class AdapterNames:
         self._num_adding = 0
         self._unnamed: set[str] = set()
 
+    @property
+    def may_have_adapters(self) -> bool:
+        """Whether requests can name any adapter."""
+        return bool(self._given) or self.registry is not None
+
     def described(self, given: GivenName) -> dict[str, Any]:
         """Returns what lists of models say of a given name besides the fields of every model."""
         return {}

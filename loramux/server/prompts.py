@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from loramux.backend import TextCodec
 from loramux.errors import ContextLengthExceeded, InvalidRequest
 from loramux.server.sampling import MaxTokens
+from loramux.server.tools.families import template_of
 
 T = TypeVar("T")
 
@@ -22,6 +23,7 @@ MAX_CHARACTERS_PER_TOKEN = 256
 MAX_CONTEXTS = 4
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 256
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SLICE_CHARACTERS = 65_536
 # Tokenizing a larger body would delay the streams that share the event loop.
 INLINE_BODY_BYTES = 8192
@@ -106,6 +108,7 @@ def encode_messages(  # noqa: PLR0913  (the arguments of a chat template)
     tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     _check_messages(messages)
+    _check_roles(messages, codec)
     for param, value in (
         ("messages", messages),
         ("tools", tools),
@@ -225,6 +228,21 @@ def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
         _check_content(message.get("content"), f"{place}.content")
 
 
+def _check_roles(messages: Sequence[dict[str, Any]], codec: TextCodec) -> None:
+    """Refuses a role that neither the APIs nor the chat template of the model know."""
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role in ROLES:
+            continue
+        template = template_of(codec)
+        if f"'{role}'" not in template and f'"{role}"' not in template:
+            raise InvalidRequest(
+                f"messages[{number}] has the role {role!r}. Roles are {', '.join(ROLES)}, and "
+                "those that the chat template of the model names.",
+                param="messages",
+            )
+
+
 def _check_content(content: object, place: str) -> None:
     if content is None or isinstance(content, str):
         return
@@ -251,8 +269,14 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _plain_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a checked message with parts of one kind, which chat templates know."""
+    """Returns a checked message with parts of one kind, which chat templates know.
+
+    An assistant's message may have a refusal in place of a content, or neither.
+    """
     content = message.get("content")
+    if content is None and message["role"] == "assistant" and not message.get("tool_calls"):
+        refusal = message.get("refusal")
+        return {**message, "content": refusal if isinstance(refusal, str) else ""}
     if not isinstance(content, list):
         return message
     parts = [{"type": "text", "text": _part_text(part, "content")} for part in content]

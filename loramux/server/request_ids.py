@@ -1,4 +1,4 @@
-"""Middleware that adds ids of request and receipt, limits and notes on tools to responses."""
+"""Middleware that adds ids of request and receipt, limits, warnings and notes on tools."""
 
 from __future__ import annotations
 
@@ -6,16 +6,31 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 RECEIPT_HEADER = "x-loramux-receipt"
 TOOLS_HEADER = "x-loramux-tools"
 """Why the schemas of tools are enforced in part only."""
+WARNING_HEADER = "x-loramux-warning"
+"""What of the request was not followed, or may not be meant."""
 CID_HEADER = "x-loramux-cid"
 """CIDs of the adapters that answer, by which routers find the replicas that have them."""
 TIER_HEADER = "x-loramux-tier"
 """The slowest tier of these adapters when the request arrived."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def add_warning(http: Request, text: str) -> None:
+    """Add a warning to the headers of the answer, also of a stream."""
+    warnings: list[str] = getattr(http.state, "warnings", [])
+    if text not in warnings:
+        http.state.warnings = [*warnings, text]
+
+
+def header_text(text: str) -> str:
+    """Return a text as a header may hold it: printable ASCII alone."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text)
 
 
 class RequestIdMiddleware:
@@ -47,6 +62,8 @@ class RequestIdMiddleware:
                     headers.update(admission.headers())
                 if (notes := state.get("tool_notes")) is not None:
                     headers[TOOLS_HEADER] = notes
+                if (warnings := state.get("warnings")) is not None:
+                    headers[WARNING_HEADER] = header_text("; ".join(warnings))
             await send(message)
 
         await self._app(scope, receive, send_with_id)

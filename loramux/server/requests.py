@@ -13,12 +13,13 @@ from starlette.requests import Request
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, read_body, yield_after
 from loramux.server.caller import Caller, caller_of
+from loramux.server.checked_fields import check_fields
 from loramux.server.context import Context
-from loramux.server.foreign_fields import unsupported_in
 from loramux.server.generation import GenerationRequest, RouteKind
 from loramux.server.names import Selected
 from loramux.server.prompts import off_loop
 from loramux.server.receipt_draft import ReceiptDraft
+from loramux.server.request_ids import add_warning
 from loramux.server.sampling import (
     Logprobs,
     bad_words_of,
@@ -70,7 +71,7 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     """
     if raw is not None:
         await yield_after(len(raw))
-        unsupported_in(type(body)).check(raw, num_choices=body.n or 1)
+        check_fields(context, http, type(body), raw, num_choices=body.n or 1)
     check_stream_options(body)
     caller = replace(caller_of(http), user=_user(body.user))
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
@@ -81,7 +82,7 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
         )
     _open_admission(context, http, caller)
     max_tokens = max_tokens_of(body)
-    draft.selected = selected = await _selected(context, reference, caller)
+    draft.selected = selected = await _selected(context, http, reference, caller)
     vocab_size = vocab_size_for(context, selected)
     params = sampling_params(body, logprobs, vocab_size=vocab_size)
     tokenizers = context.names.tokenizers_of(selected)
@@ -112,13 +113,30 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
 
 
 async def _selected(
-    context: Context, reference: ModelReference | Selected, caller: Caller
+    context: Context, http: Request, reference: ModelReference | Selected, caller: Caller
 ) -> Selected:
     """Returns the selection of a reference, which the caller may use."""
     if isinstance(reference, ModelReference):
-        reference = await select(context, reference, caller=caller)
-    check_base(reference, caller)
-    return reference
+        selected = await select(context, reference, caller=caller)
+        if reference.names_nothing and not selected.adapters:
+            note_no_model(context, http, reference.param)
+    else:
+        selected = reference
+    check_base(selected, caller)
+    return selected
+
+
+def note_no_model(context: Context, http: Request, param: str) -> None:
+    """Warns that the base answers a request that chose nothing, or refuses the request."""
+    base = context.base_names[0]
+    if context.options.require_model:
+        raise InvalidRequest(
+            f"This server was started with --require-model: send {param} with the name of an "
+            f"adapter, or {base} for the base.",
+            param=param,
+        )
+    if context.names.may_have_adapters:
+        add_warning(http, f"no {param} was named: the base {base} answered")
 
 
 def _user(user: str | None) -> str | None:

@@ -55,6 +55,11 @@ class ModelReference:
     combination: CombinationOptions | None = None
     """How several adapters are combined; None: their deltas are added."""
 
+    @property
+    def names_nothing(self) -> bool:
+        """Whether the client chose no model; an empty list of adapters is a choice."""
+        return self.adapters is None and (not self.model or self.model in BASE_WORDS)
+
     def __str__(self) -> str:
         return "+".join(self.adapters or ()) or self.model or ""
 

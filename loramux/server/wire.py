@@ -38,7 +38,7 @@ class StructuredOutputs(Struct, kw_only=True):
 
 
 class GenerationBody(Struct, kw_only=True):
-    """Fields of all generating routes. Absent or null: the default. Unknown fields are ignored."""
+    """Fields of all generating routes. Absent or null: the default."""
 
     model: str | None = None
     """Name of the base model or of an adapter, or a sum such as `a+0.3*b`; absent: the base."""
@@ -131,7 +131,8 @@ class ChatRequest(OpenAiBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     """Functions that the answer may call."""
     tool_choice: str | dict[str, Any] | None = None
-    """none, auto (default), required, or {"type": "function", "function": {"name": …}}."""
+    """none, auto (default), required, {"type": "function", "function": {"name": …}}, or
+    {"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}."""
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
     include_reasoning: bool | None = None

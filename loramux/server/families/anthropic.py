@@ -19,10 +19,10 @@ from loramux.server.asked import (
     generation_body,
     open_asked,
     plan_asked,
-    read_fields,
 )
 from loramux.server.body import json_response
 from loramux.server.caller import caller_of
+from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response

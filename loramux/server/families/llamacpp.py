@@ -22,11 +22,11 @@ from loramux.server.asked import (
     check_penalty_window,
     generation_body,
     open_asked,
-    read_fields,
 )
 from loramux.server.audit import audited
 from loramux.server.body import json_response, keep_body, read_body
 from loramux.server.caller import caller_of
+from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response

@@ -18,11 +18,10 @@ from loramux.server.asked import (
     Asked,
     generation_body,
     open_asked,
-    read_fields,
-    read_inner,
 )
 from loramux.server.body import json_response
 from loramux.server.caller import caller_of
+from loramux.server.checked_fields import read_fields, read_inner
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import set_error_shape
@@ -111,7 +110,7 @@ async def generate(
     """Generates; `stream` replaces the body's field, and `as_list` is the form of POST /."""
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         body = await read_fields(context, request, GenerateRequest)
-        parameters = read_inner(body.parameters, Parameters)
+        parameters = read_inner(context, request, "parameters", body.parameters, Parameters)
         if parameters.merged_adapters is None:
             parameters.adapter_id = parameters.adapter_id or body.model
         wants_stream = body.stream if stream is None else stream
@@ -291,7 +290,7 @@ async def _select(
         names = [await _find_part(context, request, parameters, one) for one in body.adapters or ()]
         return ModelReference(None, names, body.adapter_weights, combination=combination_of(body))
     if not parameters.adapter_id:
-        return ModelReference(None)
+        return ModelReference(None, param="adapter_id")
     draft.asked = parameters.adapter_id
     return await select_adapter(context, request, parameters, parameters.adapter_id)
 
@@ -317,7 +316,7 @@ async def _events(
 async def _tokenize(context: Context, request: Request) -> Response:
     body = await read_fields(context, request, TokenizeInputs, generates=False)
     context.require_known()
-    parameters = read_inner(body.parameters, Parameters)
+    parameters = read_inner(context, request, "parameters", body.parameters, Parameters)
     codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
     if parameters.adapter_id:
         found = await select_adapter(context, request, parameters, parameters.adapter_id)

@@ -8,8 +8,8 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.server.asked import read_fields, read_inner
 from loramux.server.body import json_response
+from loramux.server.checked_fields import read_fields, read_inner
 from loramux.server.context import Context
 from loramux.server.embeddings import Inputs, default_body, embeddings, encoded
 from loramux.server.families.lorax_select import select_adapter
@@ -31,7 +31,7 @@ class EmbedRequest(Struct, kw_only=True):
 
 async def embed(context: Context, request: Request) -> Response:
     body = await read_fields(context, request, EmbedRequest, generates=False)
-    parameters = read_inner(body.parameters, EmbedParameters)
+    parameters = read_inner(context, request, "parameters", body.parameters, EmbedParameters)
     name = parameters.adapter_id or ""
     selected = await select_adapter(context, request, parameters, name) if name else None
     inputs = Inputs(texts=[body.inputs], kind=KIND, selected=selected, adapter=name)

@@ -21,11 +21,10 @@ from loramux.server.asked import (
     check_penalty_window,
     generation_body,
     open_asked,
-    read_fields,
-    read_inner,
 )
 from loramux.server.body import json_response
 from loramux.server.caller import caller_of
+from loramux.server.checked_fields import read_fields, read_inner
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
@@ -171,7 +170,7 @@ async def _chat(context: Context, request: Request) -> Response:
         return json_response(_loaded(body, {"message": {"role": "assistant", "content": ""}}))
     asked = Asked(
         kind=CHAT,
-        body=_generation_body(body),
+        body=_generation_body(context, request, body),
         selected=await select_tagged(context, request, body.model),
         name=body.model,
         messages=body.messages,
@@ -197,7 +196,7 @@ async def _generate(context: Context, request: Request) -> Response:
         messages = [*system, {"role": "user", "content": body.prompt}]
     asked = Asked(
         kind=GENERATE,
-        body=_generation_body(body),
+        body=_generation_body(context, request, body),
         selected=await select_tagged(context, request, body.model),
         name=body.model,
         prompts=[body.prompt],
@@ -334,8 +333,8 @@ async def _lines(
     yield line(answer.last(last, reason, (usage.prompt_tokens, usage.completion_tokens)))
 
 
-def _generation_body(body: Body) -> GenerationBody:
-    options = read_inner(body.options, Options)
+def _generation_body(context: Context, request: Request, body: Body) -> GenerationBody:
+    options = read_inner(context, request, "options", body.options, Options)
     check_penalty_window(options)
     sampling = {
         name: value if (given := getattr(options, name)) is None else given

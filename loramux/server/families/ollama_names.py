@@ -9,6 +9,7 @@ from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.names import Selected
+from loramux.server.requests import note_no_model
 from loramux.server.selection import ModelReference, select
 
 LATEST = ":latest"
@@ -20,7 +21,10 @@ async def select_tagged(context: Context, request: Request, name: str) -> Select
     for candidate in dict.fromkeys((name, name.removesuffix(LATEST))):
         try:
             reference = ModelReference(candidate)
-            return await select(context, reference, caller=caller_of(request))
+            found = await select(context, reference, caller=caller_of(request))
         except (NotServed, AdapterNotFound):
             continue
+        if reference.names_nothing and not found.adapters:
+            note_no_model(context, request, "model")
+        return found
     raise NotServed(f"model '{name}' not found", param="model")

@@ -16,9 +16,9 @@ from loramux.server.asked import (
     Tools,
     generation_body,
     open_asked,
-    read_fields,
 )
 from loramux.server.body import json_response
+from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info

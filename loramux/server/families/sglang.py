@@ -18,10 +18,9 @@ from loramux.server.asked import (
     Asked,
     generation_body,
     open_asked,
-    read_fields,
-    read_inner,
 )
 from loramux.server.body import decode, json_response, read_body
+from loramux.server.checked_fields import read_fields, read_inner
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_info, shaped_response
@@ -155,7 +154,7 @@ def sglang_endpoints(context: Context) -> list[Endpoint]:
 
 async def _generate(context: Context, request: Request) -> Response:
     body = await read_fields(context, request, GenerateRequest)
-    sampling = read_inner(body.sampling_params, SamplingFields)
+    sampling = read_inner(context, request, "sampling_params", body.sampling_params, SamplingFields)
     prompts = _prompts(body)
     names = _names(body, len(prompts))
     form = _Form(body, is_list=_is_list(body, sampling))

@@ -9,8 +9,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.server.asked import read_fields
 from loramux.server.body import json_response
+from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
 from loramux.server.embeddings import Inputs, Pooled, embeddings, encoded, scores, split_input
 from loramux.server.openapi import pooling

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.asked import read_fields
 from loramux.server.body import json_response
+from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
 from loramux.server.embeddings import Inputs, scores, split_input
 from loramux.server.generation import RouteKind

@@ -13,9 +13,9 @@ from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, json_response, read_body
 from loramux.server.caller import Caller, caller_of
+from loramux.server.checked_fields import check_fields
 from loramux.server.context import Context
 from loramux.server.endpoint import find_keyed
-from loramux.server.foreign_fields import unsupported_in
 from loramux.server.openapi import answering, taking
 from loramux.server.prompts import (
     MAX_CONTEXTS,
@@ -97,7 +97,7 @@ async def _read(
 ) -> tuple[BodyT, int, _NamedCodec]:
     raw = await read_body(request, context.options.max_body_bytes)
     body, num_bytes = decode(raw, kind), len(raw)
-    unsupported_in(kind, generates=False).check(raw)
+    check_fields(context, request, kind, raw, generates=False)
     context.require_known()
     return body, num_bytes, await _named(context, body.model, caller_of(request))
 

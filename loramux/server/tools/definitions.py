@@ -13,6 +13,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.structured.check import require_enforceable
 from loramux.server.structured.fields import check_size
 from loramux.server.structured.schema import check_depth, prepare_schema
+from loramux.server.structured.wellformed import check_wellformed
 from loramux.types.grammar import Grammar
 
 MAX_TOOLS = 512
@@ -20,6 +21,12 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 Mode = Literal["none", "auto", "required"]
+_MODES: Mapping[str, Mode] = {
+    "none": "none",
+    "auto": "auto",
+    "required": "required",
+    "any": "required",  # Mistral's word.
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ def read_tools(tools: Sequence[Any] | None, choice: Any) -> ToolChoice | None:
         return None
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"{len(tools)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
-    mode, wanted = _mode(choice, tools)
+    mode, wanted = _wanted(choice, tools)
     if mode == "none":
         return None
     dropped: dict[str, str] = {}
@@ -63,34 +70,66 @@ def read_tools(tools: Sequence[Any] | None, choice: Any) -> ToolChoice | None:
     names = [tool.name for tool in found]
     if len(set(names)) < len(names):
         raise InvalidRequest("tools: two tools have the same name.", param="tools")
-    if wanted is not None and wanted not in names:
-        raise InvalidRequest(
-            f"tool_choice names `{wanted}`, which is not one of the tools.", param="tool_choice"
-        )
+    for name in wanted or ():
+        if name not in names:
+            raise InvalidRequest(
+                f"tool_choice names `{name}`, which is not one of the tools.", param="tool_choice"
+            )
     return ToolChoice(
         mode,
-        tuple(tool for tool in found if wanted in (None, tool.name)),
+        tuple(tool for tool in found if wanted is None or tool.name in wanted),
         tuple(tool.definition for tool in found),
-        wanted is not None,
+        wanted is not None and not _is_allowing(choice),
         dropped,
     )
 
 
-def _mode(choice: Any, tools: Sequence[Any]) -> tuple[Mode, str | None]:
+def _wanted(choice: Any, tools: Sequence[Any]) -> tuple[Mode, Sequence[str] | None]:
+    """Return the mode, and the names of the tools that may be called; None: all."""
     if choice is None:
         return "auto", None
-    if choice in ("none", "auto", "required"):
-        return choice, None
+    if isinstance(choice, str) and choice in _MODES:
+        return _MODES[choice], None
     if isinstance(choice, str) and any(_name(tool) == choice for tool in tools):
-        return "required", choice  # TGI's form.
+        return "required", [choice]  # TGI's form.
+    if _is_allowing(choice):
+        return _allowed(choice)
     name = _name(choice)
     if not isinstance(name, str):
         raise InvalidRequest(
-            'tool_choice must be "none", "auto", "required" or '
-            '{"type": "function", "function": {"name": …}}.',
+            'tool_choice must be "none", "auto", "required", '
+            '{"type": "function", "function": {"name": …}}, or {"type": "allowed_tools", '
+            '"allowed_tools": {"mode": "auto", "tools": […]}}.',
             param="tool_choice",
         )
-    return "required", name
+    return "required", [name]
+
+
+def _is_allowing(choice: Any) -> bool:
+    return isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+
+
+def _allowed(choice: Mapping[str, Any]) -> tuple[Mode, Sequence[str]]:
+    """Return the mode and the names of a choice among some of the tools, which are all listed."""
+    inner = choice.get("allowed_tools")
+    # Responses has both fields, and the names of functions, without an object around them.
+    fields: Mapping[str, Any] = inner if isinstance(inner, dict) else choice
+    mode, tools = fields.get("mode"), fields.get("tools")
+    names = [_allowed_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if mode not in ("auto", "required") or not names or None in names:
+        raise InvalidRequest(
+            "tool_choice of type allowed_tools needs a mode, auto or required, and tools, a list "
+            "of functions with their names.",
+            param="tool_choice",
+        )
+    return mode, [name for name in names if name is not None]
+
+
+def _allowed_name(tool: Any) -> str | None:
+    name = _name(tool)
+    if name is None and isinstance(tool, dict):
+        name = tool.get("name")
+    return name if isinstance(name, str) else None
 
 
 def _name(tool: Any) -> Any:
@@ -114,6 +153,9 @@ def _read(tool: Any, number: int, dropped: dict[str, str]) -> Tool:
     if not isinstance(given, dict):
         raise _refusal(f"{place}.function.parameters must be a JSON schema, an object.")
     check_depth(given, "tools")
+    check_wellformed(given, f"{place}.function.parameters", "tools")
+    if "object" not in given.get("type", "object"):
+        raise _refusal(f"{place}.function.parameters.type must be object.")
     schema = prepare_schema({"type": "object"} | given)
     if function.get("strict") is True:
         require_enforceable(_grammar(schema), "tools")
