@@ -1,4 +1,4 @@
-"""Checks the fields of bodies that a route does not have, and warns of those that nobody knows."""
+"""Checks the fields of bodies that a route does not have, and warns of those that no API has."""
 
 from __future__ import annotations
 

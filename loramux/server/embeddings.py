@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -43,6 +43,8 @@ class Inputs:
     kind: RouteKind = EMBEDDING
     selected: ModelReference | Selected | None = None
     """None: what the body names."""
+    normalizes: bool | None = None
+    """Whether embeddings get the length 1; None: as the model is configured."""
     is_raw: bool = False
     """The outputs of a classification head are not turned into probabilities."""
     adapter: str = ""
@@ -70,9 +72,10 @@ async def embeddings(context: Context, http: Request, body: PoolingBody, inputs:
     pooling = embedding_kind(card)
     check_dimensions(inputs.dimensions, card.pooling, hidden_size(card))
     found = await _pool(context, http, body, inputs, pooling)
-    found_vectors = [
-        embedding_of(vector, card.pooling, inputs.dimensions) for vector in found.pooled
-    ]
+    model = card.pooling
+    if inputs.normalizes is not None:
+        model = replace(model, normalize=inputs.normalizes)
+    found_vectors = [embedding_of(vector, model, inputs.dimensions) for vector in found.pooled]
     return Pooled(vectors=found_vectors, usage=found.usage, generation=found.generation)
 
 

@@ -1,7 +1,7 @@
 """Fields that a route must not ignore, because an answer that ignored them would look right and be
 wrong: those of other servers, and those of the own API for routes of other servers.
 
-A route checks every field that its own body does not have, and finds those that nobody knows.
+A route checks every field that its own body does not have, and finds those that no API has.
 """
 
 from __future__ import annotations

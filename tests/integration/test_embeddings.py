@@ -190,3 +190,14 @@ def test_embeddings_of_other_servers_apis(scene: Scene) -> None:
     assert scene.post("/invocations", {"query": text, "documents": [text]})["results"]
     assert "error_type" in scene.post("/embed", {"inputs": ""}, status=422)
     assert scene.post("/api/embed", {"model": "tiny", "input": []}, status=400)
+
+
+def test_feature_extraction_of_hugging_faces_client(scene: Scene) -> None:
+    from huggingface_hub import InferenceClient
+
+    client = InferenceClient(scene.url)
+    for text in TEXTS:
+        found = client.feature_extraction(text)
+        assert found.shape == (1, len(scene.expected(text)))
+        np.testing.assert_allclose(found[0], scene.expected(text), atol=1e-4)
+    assert isinstance(client.text_generation("hello", max_new_tokens=3), str)

@@ -31,7 +31,7 @@ from loramux.server.families.lorax_answers import (
     answer_of,
     response_headers,
 )
-from loramux.server.families.lorax_embed import embed
+from loramux.server.families.lorax_embed import asks_for_features, embed, extract_features
 from loramux.server.families.lorax_select import select_adapter
 from loramux.server.families.lorax_wire import (
     GenerateRequest,
@@ -54,13 +54,15 @@ from loramux.server.token_reports import Truncation
 from loramux.server.wire import GenerationBody
 
 FAMILY = "lorax"
-KIND = RouteKind(id_prefix="gen", prompt_param="inputs", default_max_tokens=None)
+DEFAULT_MAX_NEW_TOKENS = 100
+"""TGI's."""
+KIND = RouteKind(id_prefix="gen", prompt_param="inputs", default_max_tokens=DEFAULT_MAX_NEW_TOKENS)
 INPUTS = frozenset({"inputs"})
 
 
 def lorax_endpoints(context: Context) -> list[Endpoint]:
     async def compatible(request: Request) -> Response:
-        return await generate(context, request, as_list=True)
+        return await answer_inputs(context, request)
 
     async def generate_one(request: Request) -> Response:
         return await generate(context, request)
@@ -102,6 +104,13 @@ def lorax_endpoints(context: Context) -> list[Endpoint]:
         get("/info", info),
         get("/startup", startup),
     ]
+
+
+async def answer_inputs(context: Context, request: Request) -> Response:
+    """Answers POST /: a generation, or the feature extraction of Hugging Face's clients."""
+    if await asks_for_features(context, request):
+        return await extract_features(context, request)
+    return await generate(context, request, as_list=True)
 
 
 async def generate(

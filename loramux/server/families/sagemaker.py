@@ -15,7 +15,7 @@ from loramux.server.body import decode, keep_body, read_body
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_response
-from loramux.server.families.lorax import generate
+from loramux.server.families.lorax import answer_inputs
 from loramux.server.families.lorax_wire import lorax_error
 from loramux.server.families.responses import answer_response
 from loramux.server.pinning import pin
@@ -54,7 +54,7 @@ async def _input(context: Context, request: Request) -> Response:
 
 
 async def _inputs(context: Context, request: Request) -> Response:
-    return await generate(context, request, as_list=True)
+    return await answer_inputs(context, request)
 
 
 # The field that tells a body's API -> its route.
