@@ -10,7 +10,7 @@ from typing import cast
 from loramux.config.images import DEMO_NAME, parse_image_lora
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.async_engine import AsyncImageEngine
-from loramux.diffusion.options import ImageEngineOptions
+from loramux.diffusion.options import ImageEngineOptions, PipelineFiles
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageAdapterCard, ImageBackend
@@ -52,6 +52,12 @@ def engine_options(config: ServeConfig) -> ImageEngineOptions:
     assert images.image_model is not None
     return ImageEngineOptions(
         model=Path(images.image_model),
+        files=PipelineFiles(
+            config=images.image_config,
+            variant=images.image_variant,
+            is_offloaded=images.image_offload,
+        ),
+        dtype=images.image_dtype,
         device=config.engine.device,
         served_name=next(iter(image_base_names(config)), None),
         limits=PlanLimits(

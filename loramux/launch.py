@@ -42,7 +42,7 @@ from loramux.http_server.serving import (
 )
 from loramux.log_lines import use_one_line_records
 from loramux.models.default_model import cache_folder, default_model_path
-from loramux.models.locate import locate_model
+from loramux.models.locate import locate_model, located_images
 from loramux.progress import ByteSink
 from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.access import NO_ACCESS
@@ -131,6 +131,8 @@ def _run(
     allow_many_connections()
     # Bound before the model is fetched and loaded, so that a port in use fails at once.
     with listen(config.host, config.port) as listener:
+        if config.images.image_model is not None:
+            config = replace(config, images=located_images(config.images, sink=downloads))
         if config.serves_text:
             config = with_fetched_adapters(config, source_config(config), progress)
             # On the main thread, ahead of the event loop: Ctrl-C ends a download at once.

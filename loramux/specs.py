@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from loramux.config.file import parse
@@ -33,6 +32,16 @@ class ModelType(StrEnum):
 
 BACKENDS = {ModelType.DIFFUSION: ("flux", "sdxl", "diffusion"), ModelType.TEXT: ("loramux",)}
 MODEL_ID = "model_id"
+_IMAGE_KWARGS = {
+    "torch_dtype": "image_dtype",
+    "dtype": "image_dtype",
+    "device": "device",
+    "enable_model_cpu_offload": "image_offload",
+    "variant": "image_variant",
+    "config": "image_config",
+}
+"""Keys of backend_kwargs for images -> the setting of `loramux serve` that they are."""
+REVISION = "revision"
 # Settings of `loramux serve` that a spec says in another way, or that each replica gets its own of.
 _GIVEN_ELSEWHERE = {
     "model": "backend_kwargs.model_id",
@@ -191,6 +200,8 @@ class ModelSpec:
             )
         if self.is_text:
             self._check_text()
+        else:
+            self._check_images()
         for name, value in self.settings.items():
             _check_setting(name, value)
         for limits in self.limits.values():
@@ -231,6 +242,34 @@ class ModelSpec:
                     param="lora",
                 )
 
+    def _check_images(self) -> None:
+        known = (MODEL_ID, REVISION, *_IMAGE_KWARGS)
+        for name in self.backend_kwargs:
+            if name not in known:
+                raise InvalidRequest(
+                    f"backend_kwargs has an unknown key {name!r}. {suggest(name, known)}",
+                    param="backend_kwargs",
+                )
+        for name, value in self._image_settings.items():
+            parse(name, value, source=f"backend_kwargs: {name}")
+            if name in self.settings:
+                raise InvalidRequest(
+                    f"settings and backend_kwargs both have {name!r}.", param="settings"
+                )
+
+    @property
+    def _image_settings(self) -> dict[str, Any]:
+        """The settings that backend_kwargs means, beside the model."""
+        given = {
+            _IMAGE_KWARGS[name]: value
+            for name, value in self.backend_kwargs.items()
+            if name in _IMAGE_KWARGS and value is not None
+        }
+        if "image_dtype" in given:
+            # Also torch.bfloat16 itself, which needs no import of torch here.
+            given["image_dtype"] = str(given["image_dtype"]).removeprefix("torch.")
+        return given
+
     @property
     def is_text(self) -> bool:
         return self.model_type == ModelType.TEXT
@@ -241,14 +280,17 @@ class ModelSpec:
         model = self.backend_kwargs.get(MODEL_ID)
         if not (isinstance(model, str) and model) and not self.is_text:
             raise InvalidRequest(
-                f"backend_kwargs.model_id must be a folder that diffusers saved, got {model!r}.",
+                "backend_kwargs.model_id must be a folder that diffusers saved, or org/name on the "
+                f"Hugging Face hub, got {model!r}.",
                 param="backend_kwargs",
             )
         found: dict[str, Any] = {**self.settings, "served_model_name": [self.name]}
         if self.is_text:
             return found | ({} if model is None else {"model": model})
         lora = self.lora or LoRAConfig()
-        found["image_model"] = model
+        revision = self.backend_kwargs.get(REVISION)
+        found["image_model"] = model if revision is None else f"{model}@{revision}"
+        found |= self._image_settings
         found["image_lora"] = [
             f"{name}={one.source}@{one.weight}" for name, one in lora.adapters.items()
         ]
@@ -261,12 +303,6 @@ class ModelSpec:
         if self.is_text:
             adapters = {} if self.lora is None else self.lora.adapters
             settings["lora_modules"] = {name: one.source for name, one in adapters.items()}
-        elif not Path(settings["image_model"]).is_dir():
-            raise InvalidRequest(
-                "backend_kwargs.model_id must be a folder that diffusers saved, got "
-                f"{settings['image_model']!r}.",
-                param="backend_kwargs",
-            )
         return serve_config(
             {name: parse(name, value, source=name) for name, value in settings.items()}
         )

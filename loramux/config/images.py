@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loramux.config.fields import Kind, Limit, at_least, check_limits, one_of, setting
+from loramux.config.engine import DTYPES
+from loramux.config.fields import AUTO, Kind, Limit, at_least, check_limits, one_of, setting
 from loramux.errors import InvalidRequest
 
 DEMO = Path(__file__).parents[2] / "examples" / "images"
@@ -75,11 +76,44 @@ class ImageConfig:
     )
     image_model: str | None = setting(
         None,
-        Kind.PATH,
+        Kind.MODEL,
         IMAGES,
-        "Serve this image model: a folder that diffusers saved. A language model is served beside "
+        "Serve this image model: a folder that diffusers saved, org/name[@revision] on the Hugging "
+        "Face hub, or a .safetensors file with --image-config. A language model is served beside "
         "it if --model, --lora-modules or --lora-dir is given.",
-        metavar="FOLDER",
+        metavar="MODEL",
+    )
+    image_config: str | None = setting(
+        None,
+        Kind.MODEL,
+        IMAGES,
+        "The folder or repository with the configuration of an image model that is a single file, "
+        "and with the components that the file lacks.",
+        metavar="MODEL",
+    )
+    image_variant: str | None = setting(
+        None,
+        Kind.TEXT,
+        IMAGES,
+        "The variant of the image model's weights, such as fp16 for *.fp16.safetensors. Default: "
+        "the plain files, else the only variant.",
+        metavar="NAME",
+    )
+    image_dtype: str = setting(
+        AUTO,
+        Kind.TEXT,
+        IMAGES,
+        f"Data type of the image model. Valid values: {', '.join(DTYPES)}; auto is float32 on a "
+        "CPU and bfloat16 on a GPU.",
+        metavar="TYPE",
+        limit=one_of(*DTYPES),
+    )
+    image_offload: bool = setting(
+        False,
+        Kind.SWITCH,
+        IMAGES,
+        "Keep the text encoders and the VAE of the image model in host memory, and on the GPU only "
+        "while they work.",
     )
     served_image_model_name: tuple[str, ...] = setting(
         (),

@@ -15,9 +15,22 @@ MAX_OPEN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFiles:
+    """Which files of a pipeline are read, and where its components are kept."""
+
+    config: str | None = None
+    """For a model of a single file: the folder of its configuration."""
+    variant: str | None = None
+    """None: the plain files, else the only variant."""
+    is_offloaded: bool = False
+    """Whether text encoders and VAE are on a GPU only while they work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEngineOptions:
     model: Path
     served_name: str | None = None
+    files: PipelineFiles = PipelineFiles()
     dtype: str = AUTO
     device: str = AUTO
     """auto, cpu, cuda or cuda:N"""
@@ -44,6 +57,7 @@ class ImageEngineOptions:
             **fields
             | {
                 "model": Path(fields["model"]),
+                "files": PipelineFiles(**fields["files"]),
                 "limits": PlanLimits(**fields["limits"]),
                 "disk_folder": None if folder is None else Path(folder),
             }

@@ -9,21 +9,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]  # it has no marker
 import diffusers
 import torch
 import transformers
+from safetensors import safe_open
 
+from loramux.diffusion.families.base import Family
 from loramux.diffusion.families.find import find_family
 from loramux.diffusion.model_facts import read_facts
+from loramux.diffusion.options import PipelineFiles
 from loramux.errors import InvalidRequest, UnsupportedModel
 from loramux.kernels.cpu.vector_math import detect_cpu
+from loramux.models.hub.pipeline_files import components_of, local_files, weights_of
 
 INDEX_NAME = "model_index.json"
+# First parts of tensor names in checkpoints with text encoders or a VAE.
+_OTHER_PARTS = {"cond_stage_model", "conditioner", "first_stage_model", "text_encoders", "vae"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_pipeline(folder: Path, *, dtype: str = "auto", device: str = "cpu") -> Any:
-    """Loads the pipeline; `dtype` auto: float32 on a CPU, else bfloat16.
+def load_pipeline(
+    place: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    files: PipelineFiles = PipelineFiles(),  # noqa: B008  (frozen)
+) -> Any:
+    """Load the pipeline of a folder or a file; `dtype` auto: float32 on a CPU, else bfloat16.
 
     Raises UnsupportedModel before any weight is read, if its class is not served.
     """
@@ -34,19 +47,71 @@ def load_pipeline(folder: Path, *, dtype: str = "auto", device: str = "cpu") -> 
         raise InvalidRequest(
             f"dtype must be auto, {', '.join(DTYPES)}, got {dtype}.", param="dtype"
         )
+    folder = Path(files.config) if files.config and place.is_file() else place
     name = pipeline_class(folder)
-    find_family(name)
+    family = find_family(name)
     try:
         with _quiet():
+            loaded = {}
+            if place.is_file():
+                loaded = {family.denoiser: _denoiser_of(place, folder, family.denoiser, dtype)}
+            names = [one for one in components_of(folder / INDEX_NAME) if one not in loaded]
+            _, variant = weights_of(local_files(folder), names, files.variant)
             pipe = getattr(diffusers, name).from_pretrained(
-                folder, dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True
+                folder,
+                variant=variant,
+                dtype=DTYPES[dtype],
+                local_files_only=True,
+                use_safetensors=True,
+                **loaded,
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnsupportedModel(f"The pipeline in {folder} cannot be loaded: {error}") from error
+        raise UnsupportedModel(f"The pipeline in {place} cannot be loaded: {error}") from error
     pipe.model_facts = read_facts(folder)
     pipe.set_progress_bar_config(disable=True)
-    pipe.to(device)
+    if files.is_offloaded and device != "cpu":
+        offload(pipe, family, device)
+    else:
+        pipe.to(device)
     return pipe
+
+
+def _denoiser_of(file: Path, folder: Path, component: str, dtype: str) -> Any:
+    """Load the denoiser of a single file with the configuration that a folder has for it."""
+    with safe_open(file, framework="pt") as opened:
+        others = sorted({key.partition(".")[0] for key in opened.keys()} & _OTHER_PARTS)  # noqa: SIM118
+    if others:
+        raise UnsupportedModel(
+            f"{file.name} has more than a denoiser ({', '.join(others)}), and the other components "
+            f"of {folder} would be used in their place. Save it as a folder once, with "
+            "from_single_file and save_pretrained of diffusers."
+        )
+    index = json.loads((folder / INDEX_NAME).read_bytes())
+    kind = getattr(diffusers, index[component][1])
+    return kind.from_single_file(
+        str(file),
+        config=str(folder),
+        subfolder=component,
+        torch_dtype=DTYPES[dtype],
+        local_files_only=True,
+    )
+
+
+def offload(pipe: Any, family: type[Family], device: str) -> None:
+    """Keep the denoiser on the device, and all others there only while they work.
+
+    Each leaves the device when the next one begins.
+    """
+    getattr(pipe, family.denoiser).to(device)
+    names = [*family.text_encoders, "vae"]
+    parts = [part for name in names if (part := getattr(pipe, name, None)) is not None]
+    last = None
+    hooks = []
+    for part in parts:
+        _, last = accelerate.cpu_offload_with_hook(part, device, prev_module_hook=last)
+        hooks.append(last)
+    # A ring: the first of the next prompt takes the place of the last.
+    hooks[0].hook.prev_module_hook = last
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -117,7 +118,7 @@ class RowLora:
                 if self._tables.add_deltas(path, inputs[0], output):
                     return
             for span in self._spans:
-                terms = self._terms(path, span.selection)
+                terms = self._terms(path, span.selection, inputs[0].device)
                 if terms:
                     start, stop = self._place(path, span, inputs[0])
                     x, y = inputs[0][start:stop], output[start:stop]
@@ -129,9 +130,14 @@ class RowLora:
 
         return add_deltas
 
-    def _terms(self, path: str, selection: Selection) -> _Terms:
+    def _terms(self, path: str, selection: Selection, device: torch.device) -> _Terms:
+        """Return the pairs of a module, on its device: an offloaded net comes there to work."""
         found = ((self._adapters.get(cid, {}).get(path), weight) for cid, weight in selection)
-        return tuple((pair, weight) for pair, weight in found if pair is not None)
+        return tuple(
+            (pair if pair.a.device == device else pair.to(device, pair.a.dtype), weight)
+            for pair, weight in found
+            if pair is not None
+        )
 
     def _place(self, path: str, span: _Span, inputs: Tensor) -> tuple[int, int]:
         """Returns the part of the first dimension that has the rows of the span."""

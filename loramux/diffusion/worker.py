@@ -31,6 +31,7 @@ from loramux.diffusion.updates import UpdateSender
 from loramux.errors import LoramuxError
 from loramux.image_backend import ImageAdapterCard, ImageCard
 from loramux.memory.usage import UsageFile
+from loramux.models.folder import model_name
 from loramux.worker.channel import EngineChannel
 from loramux.worker.heartbeat import HeartbeatThread
 from loramux.worker.messages import (
@@ -206,7 +207,9 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
     choice = choose_device(options.device)
     if choice.reason is not None:
         _log.warning("The image model is on the CPU, not on the GPU: %s", choice.reason)
-    pipe = load_pipeline(options.model, dtype=options.dtype, device=choice.device)
+    pipe = load_pipeline(
+        options.model, dtype=options.dtype, device=choice.device, files=options.files
+    )
     loaded = time.monotonic()
     memory = MemoryOptions(
         device_bytes=options.adapter_memory_bytes,
@@ -223,7 +226,7 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
     disk = engine.memory.tiers.disk
     digest = pipeline_digest(pipe)
     card = ImageCard(
-        name=options.served_name or options.model.resolve().name,
+        name=options.served_name or model_name(options.model),
         path=str(options.model),
         digest=digest,
         family=family.name,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from loramux.errors import UnsupportedModel
+from loramux.config.images import ImageConfig
+from loramux.errors import InvalidRequest, UnsupportedModel
 from loramux.models.default_model import default_model_path
 from loramux.progress import SILENT, ByteSink
 from loramux.types.hub_id import HUB_PREFIX, MODEL_FORMS, parse_hub_id
@@ -37,3 +39,45 @@ def locate_model(
             "hf:org/name@revision:file.gguf."
         )
     raise UnsupportedModel(f"{path} does not exist: give {MODEL_FORMS}.")
+
+
+def located_images(images: ImageConfig, *, sink: ByteSink = SILENT) -> ImageConfig:
+    """Return the settings with paths of this machine for the image model and its configuration."""
+    model, config, variant = images.image_model, images.image_config, images.image_variant
+    if model is None:
+        return images
+    found = locate_image_model(model, variant=variant, sink=sink)
+    if found.is_file() and config is None:
+        raise InvalidRequest(
+            f"{found.name} is a single file, which has no configuration: name the folder or the "
+            "repository that has it with --image-config, such as "
+            "stabilityai/stable-diffusion-xl-base-1.0, which is then fetched from the hub.",
+            param="image_config",
+        )
+    if config is not None:
+        if not found.is_file():
+            raise InvalidRequest(
+                f"--image-config is for a model of a single file, and {model} is a folder.",
+                param="image_config",
+            )
+        config = str(locate_image_model(config, variant=variant, sink=sink))
+    return replace(images, image_model=str(found), image_config=config)
+
+
+def locate_image_model(
+    model: str | Path, *, variant: str | None = None, sink: ByteSink = SILENT
+) -> Path:
+    """Return the folder of a pipeline, or the file, of a path or of org/name[@revision]."""
+    path = Path(model).expanduser()
+    is_named = str(model).startswith(HUB_PREFIX)
+    if isinstance(model, Path) or (path.exists() and not is_named):
+        return path
+    hub_id = parse_hub_id(model)
+    if hub_id is not None and hub_id.file is None:
+        from loramux.models.hub.images import fetch_pipeline
+
+        return fetch_pipeline(hub_id, variant=variant, sink=sink)
+    raise UnsupportedModel(
+        f"{model} is no image model: give a folder that diffusers saved, a .safetensors file, or "
+        "org/name[@revision] on the Hugging Face hub."
+    )

@@ -11,6 +11,16 @@ import msgspec
 from loramux.errors import InvalidRequest
 from loramux.types.request import BASE_SELECTION, Selection
 
+PIPELINE_CLASSES = (
+    "StableDiffusionXLPipeline",
+    "FluxPipeline",
+    "StableDiffusion3Pipeline",
+    "QwenImagePipeline",
+    "ZImagePipeline",
+    "Flux2KleinPipeline",
+    "WanPipeline",
+)
+"""The pipelines of diffusers that are served."""
 MIN_SIDE = 16
 MAX_STEPS = 200
 MAX_PARTIAL_IMAGES = 3

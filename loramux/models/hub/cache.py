@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,12 +81,15 @@ class RepositoryCache:
 
     def find(self, *, with_weights: bool) -> Path:
         """Return the complete model in the cache, or raise ModelNotFetched with what is missing."""
+        return self.find_by(lambda folder: self._complete(folder, with_weights=with_weights))
+
+    def find_by(self, complete: Callable[[Path], Path]) -> Path:
+        """Return what `complete` finds in the snapshot; it raises UnsupportedModel without it."""
         commit = self.commit()
         if commit is None or not self.snapshot(commit).is_dir():
             raise ModelNotFetched(f"{self.hub_id} is not in the cache {self.root}.")
-        folder = self.snapshot(commit)
         try:
-            return self._complete(folder, with_weights=with_weights)
+            return complete(self.snapshot(commit))
         except UnsupportedModel as error:
             raise ModelNotFetched(f"{self.hub_id} is not complete in the cache: {error}") from None
 

@@ -7,6 +7,7 @@ the loader checks it, the needed files are chosen, and the free space of the dis
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_download
@@ -42,29 +43,40 @@ def fetch_model(hub_id: HubId, *, sink: ByteSink = SILENT, with_weights: bool = 
     commit that is in the cache, the hub is not asked.
     """
     cache = RepositoryCache(hub_id)
+    return fetch_or_find(
+        hub_id,
+        find=lambda: cache.find(with_weights=with_weights),
+        fetch=lambda listing: fetch_listed(cache, listing, sink=sink, with_weights=with_weights),
+    )
+
+
+def fetch_or_find(
+    hub_id: HubId, *, find: Callable[[], Path], fetch: Callable[[Listing], Path]
+) -> Path:
+    """Return what `fetch` brings of a listing of the hub, or what `find` has in the cache."""
     if constants.is_offline_mode():
-        return find_offline(cache, with_weights=with_weights)
+        return find_offline(find)
     if hub_id.is_commit:
         try:
-            return cache.find(with_weights=with_weights)
+            return find()
         except ModelNotFetched:
             pass
     try:
         listing = list_files(hub_id)
     except HubUnreachable as error:
         try:
-            found = cache.find(with_weights=with_weights)
+            found = find()
         except ModelNotFetched as missing:
             raise HubUnreachable(f"{error} {missing}") from None
         _log.warning("%s The copy in the cache is used: %s", error, found)
         return found
     with hub_errors(hub_id):
-        return fetch_listed(cache, listing, sink=sink, with_weights=with_weights)
+        return fetch(listing)
 
 
-def find_offline(cache: RepositoryCache, *, with_weights: bool) -> Path:
+def find_offline(find: Callable[[], Path]) -> Path:
     try:
-        return cache.find(with_weights=with_weights)
+        return find()
     except ModelNotFetched as error:
         raise ModelNotFetched(
             f"{error} HF_HUB_OFFLINE is set: unset it and start once with a connection, or set "
@@ -110,12 +122,17 @@ def fetch_listed(
         check_folder(hub_id, listing)
         check_config(hub_id, fetch_small(cache, listing, CONFIG_NAME))
         files = folder_files(cache, listing) if with_weights else []
-    missing = [file for file in files if not (cache.snapshot(listing.commit) / file.path).exists()]
-    if missing:
-        cache.check_space(missing)
-        Download(cache, listing.commit, missing).run(sink)
+    bring(cache, listing.commit, files, sink)
     cache.remember(listing.commit, replace=with_weights)
     return found
+
+
+def bring(cache: RepositoryCache, commit: str, files: list[RemoteFile], sink: ByteSink) -> None:
+    """Download the files that the snapshot lacks."""
+    missing = [file for file in files if not (cache.snapshot(commit) / file.path).exists()]
+    if missing:
+        cache.check_space(missing)
+        Download(cache, commit, missing).run(sink)
 
 
 def folder_files(cache: RepositoryCache, listing: Listing) -> list[RemoteFile]:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -398,7 +399,15 @@ def test_a_spec_of_sheaf_is_checked(tmp_path):
     lora = LoRAConfig(
         adapters={"sketch": LoRAAdapter(source="/a/b.safetensors", weight=0.8)}, default="sketch"
     )
+    kwargs |= {"device": "cuda:1", "enable_model_cpu_offload": True, "variant": "fp16"}
     config = ModelSpec(**fields, backend_kwargs=kwargs, lora=lora).config
+    assert (config.images.image_dtype, config.engine.device) == ("bfloat16", "cuda:1")
+    assert (config.images.image_offload, config.images.image_variant) == (True, "fp16")
+    hub = {"model_id": "black-forest-labs/FLUX.1-schnell", "revision": "refs/pr/1"}
+    hub["torch_dtype"] = torch.float16
+    images = ModelSpec(**fields, backend_kwargs=hub).config.images
+    assert images.image_model == "black-forest-labs/FLUX.1-schnell@refs/pr/1"
+    assert images.image_dtype == "float16"
     assert config.served_model_name == ("flux",)
     assert config.images.image_lora == ("sketch=/a/b.safetensors@0.8",)
     assert config.images.image_default_lora == "sketch"
@@ -410,6 +419,10 @@ def test_a_spec_of_sheaf_is_checked(tmp_path):
         lambda: ModelSpec(**(fields | {"model_type": "tabular"})),
         lambda: ModelSpec(**(fields | {"backend": "chronos"})),
         lambda: ModelSpec(**fields).config,
+        lambda: ModelSpec(**fields, backend_kwargs=kwargs | {"oops": 1}),
+        lambda: ModelSpec(**fields, backend_kwargs=kwargs | {"torch_dtype": "int8"}),
+        lambda: ModelSpec(**fields, backend_kwargs=kwargs | {"device": "tpu"}),
+        lambda: ModelSpec(**fields, backend_kwargs=kwargs | {"enable_model_cpu_offload": "yes"}),
     ):
         with pytest.raises(InvalidRequest):
             broken()
