@@ -24,6 +24,8 @@ from loramux.types.residency import ResidencyView
 class Health(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    STALLED = "stalled"
+    """The engine has given no sign of life for 4 s, and may go on. New requests get 503."""
     RESTARTING = "restarting"
     """The engine died or hung and a new one is starting. Requests are refused with 503."""
     DRAINING = "draining"
@@ -275,6 +277,11 @@ class AdapterHost(Protocol):
 
     @property
     def num_restarts(self) -> int: ...
+
+    @property
+    def kills(self) -> Mapping[str, int]:
+        """Engine processes that the server killed, by cause."""
+        ...
 
     async def start(self) -> None:
         """Returns once the engine accepts requests; raises the error that prevents the start."""

@@ -107,6 +107,15 @@ class EngineStopped(LoramuxError):
     """The engine died, hung or is shutting down; the output so far is incomplete."""
 
 
+class EngineDied(EngineStopped):
+    """The engine process ended, or was killed, before it was ready, and gave no reason."""
+
+    def __init__(self, message: str, *, kill_cause: str | None = None) -> None:
+        """`kill_cause`: why the server killed it; None: it ended by itself."""
+        super().__init__(message)
+        self.kill_cause = kill_cause
+
+
 class RegistryConflict(LoramuxError):
     """The name is already in use, or another writer was first; nothing was changed."""
 

@@ -18,7 +18,6 @@ from loramux.worker.messages import (
     Answer,
     Examine,
     Failed,
-    Heartbeat,
     ListUses,
     Message,
     Pin,
@@ -75,13 +74,4 @@ Command = (
     | ListUses
     | Shutdown
 )
-Reply = (
-    Progress
-    | Ready[ImageCard]
-    | Failed
-    | Heartbeat
-    | Drawn
-    | Report
-    | Refused
-    | Answer[ImageAdapterCard]
-)
+Reply = Progress | Ready[ImageCard] | Failed | Drawn | Report | Refused | Answer[ImageAdapterCard]

@@ -33,7 +33,6 @@ from loramux.image_backend import ImageAdapterCard, ImageCard
 from loramux.memory.usage import UsageFile
 from loramux.models.folder import model_name
 from loramux.worker.channel import EngineChannel
-from loramux.worker.heartbeat import HeartbeatThread
 from loramux.worker.messages import (
     Abort,
     Answer,
@@ -46,6 +45,7 @@ from loramux.worker.messages import (
     Verify,
     encode_error,
 )
+from loramux.worker.pulse import Pulse
 from loramux.worker.step_loop import StepLoop, registration_of, run_process, serve_engine
 
 _log = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ class ImageWorker(StepLoop[ImageEvent, ImageAdapterCard]):
         self,
         engine: ImageEngine,
         channel: EngineChannel,
-        heart: HeartbeatThread,
+        pulse: Pulse,
         usage: UsageFile | None = None,
     ) -> None:
         memory = engine.memory
-        super().__init__(engine, memory.residency, memory.placement, channel, heart, usage)
+        super().__init__(engine, memory.residency, memory.placement, channel, pulse, usage)
         self._engine = engine
         self._updates = UpdateSender(channel.send)
         # Adapters are read and checked on other threads, so that the step loop goes on.
@@ -185,13 +185,13 @@ class ImageWorker(StepLoop[ImageEvent, ImageAdapterCard]):
         return adapter_uses(self._engine)
 
 
-def serve(connection: socket.socket) -> int:
+def serve(connection: socket.socket, pulse: Pulse) -> int:
     """Serves the server at the other end of the socket; returns the exit status."""
-    return serve_engine(connection, Command, StartImages, open_loop)
+    return serve_engine(connection, pulse, Command, StartImages, open_loop)
 
 
 def open_loop(
-    start: StartImages, channel: EngineChannel, heart: HeartbeatThread
+    start: StartImages, channel: EngineChannel, pulse: Pulse
 ) -> tuple[ImageCard, ImageWorker]:
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()
@@ -199,7 +199,7 @@ def open_loop(
     channel.send(Progress(what="Loading the image model", share=0.0))
     engine, card = open_engine(options)
     usage = None if options.disk_folder is None else UsageFile(options.disk_folder)
-    return card, ImageWorker(engine, channel, heart, usage)
+    return card, ImageWorker(engine, channel, pulse, usage)
 
 
 def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:

@@ -13,7 +13,6 @@ from loramux.worker.messages import (
     Answer,
     Examine,
     Failed,
-    Heartbeat,
     ListUses,
     Message,
     Pin,
@@ -90,4 +89,4 @@ class Events(Message):
     residency: ResidencyUpdate | None = None
 
 
-Reply = Progress | Ready[ModelCard] | Failed | Heartbeat | Events | Refused | Answer[AdapterCard]
+Reply = Progress | Ready[ModelCard] | Failed | Events | Refused | Answer[AdapterCard]

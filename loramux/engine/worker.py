@@ -27,7 +27,6 @@ from loramux.models.loader import LoadedModel
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.request import TokenEvent
 from loramux.worker.channel import EngineChannel
-from loramux.worker.heartbeat import HeartbeatThread
 from loramux.worker.messages import (
     Abort,
     Adopt,
@@ -41,6 +40,7 @@ from loramux.worker.messages import (
     Verify,
     encode_error,
 )
+from loramux.worker.pulse import Pulse
 from loramux.worker.step_loop import StepLoop, registration_of, run_process, serve_engine
 
 _SAVE_USAGE_INTERVAL_S = 60.0
@@ -56,10 +56,10 @@ class Worker(StepLoop[TokenEvent, AdapterCard]):
         self,
         engine: Engine,
         channel: EngineChannel,
-        heart: HeartbeatThread,
+        pulse: Pulse,
         usage: UsageFile | None = None,
     ) -> None:
-        super().__init__(engine, engine.residency, engine.memory.placement, channel, heart, usage)
+        super().__init__(engine, engine.residency, engine.memory.placement, channel, pulse, usage)
         self._engine = engine
         self._collections = FullCollections(owns_process=True)
         self._usage_saved_s = time.monotonic()
@@ -190,14 +190,12 @@ def _threads(name: str, num_threads: int) -> ThreadPoolExecutor:
     )
 
 
-def serve(connection: socket.socket) -> int:
+def serve(connection: socket.socket, pulse: Pulse) -> int:
     """Serves the server at the other end of the socket; returns the exit status."""
-    return serve_engine(connection, Command, Start, open_loop)
+    return serve_engine(connection, pulse, Command, Start, open_loop)
 
 
-def open_loop(
-    start: Start, channel: EngineChannel, heart: HeartbeatThread
-) -> tuple[ModelCard, Worker]:
+def open_loop(start: Start, channel: EngineChannel, pulse: Pulse) -> tuple[ModelCard, Worker]:
     """Builds the engine, and says how far it is."""
     config, choice = resolve_config(EngineConfig(**start.settings))
     phases = StartPhases(lambda what, share: channel.send(Progress(what=what, share=share)))
@@ -207,7 +205,7 @@ def open_loop(
     engine.constraints.prepare()
     card = _model_card(model, engine, start.model, config, choice)
     usage = None if config.disk_folder is None else UsageFile(Path(config.disk_folder))
-    worker = Worker(engine, channel, heart, usage)
+    worker = Worker(engine, channel, pulse, usage)
     return replace(card, start_seconds=phases.seconds()), worker
 
 

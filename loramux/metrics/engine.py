@@ -63,6 +63,7 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(title, text, labels=["model_name"])
             counter.add_metric([name], total)
             yield counter
+        yield _kills(self._backend.kills, name)
         names = _names_by_cid(self._backend, self._labels_of)
         if self._max_resident is not None:
             yield from gateway_metrics(
@@ -127,6 +128,17 @@ def _counters(stats: EngineStats, num_restarts: int) -> list[tuple[str, str, int
         ("loramux:engine_steps", "Batches computed.", stats.num_steps),
         ("loramux:engine_restarts", "Restarts after the engine died or hung.", num_restarts),
     ]
+
+
+def _kills(kills: Mapping[str, int], model_name: str) -> Metric:
+    counter = CounterMetricFamily(
+        "loramux:engine_kills",
+        "Engine processes that the server killed.",
+        labels=["model_name", "cause"],
+    )
+    for cause, number in kills.items():
+        counter.add_metric([model_name, cause], number)
+    return counter
 
 
 def _resident(stats: EngineStats, names: Mapping[str, list[str]]) -> Metric:

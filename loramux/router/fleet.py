@@ -59,6 +59,7 @@ class State(StrEnum):
     UNKNOWN = "unknown"
     STARTING = "starting"
     READY = "ready"
+    STALLED = "stalled"
     RESTARTING = "restarting"
     DRAINING = "draining"
     STOPPED = "stopped"

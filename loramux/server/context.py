@@ -30,6 +30,7 @@ from loramux.types.modality import NO_MODEL, Modality
 
 _NOT_READY = {
     Health.STARTING: "The engine is starting: try again in a moment.",
+    Health.STALLED: "The engine does not move at present: try again in a moment.",
     Health.RESTARTING: "The engine stopped and is restarting: try again in a moment.",
     Health.DRAINING: "The server is shutting down and accepts no new requests.",
     Health.STOPPED: "The engine has stopped.",

@@ -23,7 +23,7 @@ class ResidencyReport(msgspec.Struct, kw_only=True):
     """First 8 bytes of the CID's digest in hexadecimal, and the tier: 0 gone, 1 source, 2 disk, 3
     host, 4 loading, 5 device."""
     state: str
-    """starting, ready, restarting, draining or stopped."""
+    """starting, ready, stalled, restarting, draining or stopped."""
     base: str
     """Name of the base model; empty until the engine has started."""
     base_digest: str

@@ -1,37 +1,28 @@
-"""Tells the server that the engine process lives."""
+"""Tells the server that the threads of the engine process run."""
 
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from loramux.worker.channel import EngineChannel
-from loramux.worker.messages import Heartbeat
+from loramux.worker.pulse import Pulse
 
 _HEARTBEAT_S = 0.5
 
 
-class HeartbeatThread:
-    """Sends heartbeats with the age of the running step from a thread of its own."""
+@contextmanager
+def beating(pulse: Pulse) -> Iterator[None]:
+    """Counts up from a thread of its own, which needs a core and the interpreter lock."""
+    has_ended = threading.Event()
 
-    def __init__(self, channel: EngineChannel) -> None:
-        self._channel = channel
-        self._step_began: float | None = None
-        threading.Thread(target=self._send_heartbeats, daemon=True, name="heartbeat").start()
+    def beat() -> None:
+        while not has_ended.is_set():
+            pulse.beat()
+            has_ended.wait(_HEARTBEAT_S)
 
-    def begin_step(self) -> None:
-        self._step_began = time.monotonic()
-
-    def end_step(self) -> None:
-        self._step_began = None
-
-    def _send_heartbeats(self) -> None:
-        while True:
-            began = self._step_began
-            age = 0.0 if began is None else time.monotonic() - began
-            try:
-                self._channel.send(Heartbeat(step_age_s=age))
-            except OSError:
-                # The server is gone; the step loop gets an end of file on its own.
-                return
-            time.sleep(_HEARTBEAT_S)
+    threading.Thread(target=beat, daemon=True, name="heartbeat").start()
+    try:
+        yield
+    finally:
+        has_ended.set()

@@ -6,13 +6,20 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from loramux.backend import AdapterUse, EngineStats, Health
-from loramux.errors import AdapterNotFound, AdapterRefused, EngineStopped, LoramuxError
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    EngineDied,
+    EngineStopped,
+    LoramuxError,
+)
 from loramux.types.adapter import InspectedCard
 from loramux.types.residency import ResidencyView
 from loramux.worker.adapter_table import AdapterTable
@@ -36,6 +43,7 @@ from loramux.worker.messages import (
 )
 from loramux.worker.process import EngineKind, EngineProcess, OnProgress
 from loramux.worker.spawn import SpawnedWorker
+from loramux.worker.vital_signs import KillCause
 
 _log = logging.getLogger(__name__)
 _RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
@@ -98,6 +106,8 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
         self._state = Health.STARTING
         self._stats = StatsView(self.no_stats)
         self.num_restarts = 0
+        self.kills: Counter[str] = Counter(dict.fromkeys(KillCause, 0))
+        """Engine processes that the server killed, by KillCause."""
 
     # What an engine adds.
 
@@ -158,7 +168,15 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        await self._open_process()
+        try:
+            await self._open_process()
+        except EngineDied as error:
+            if error.kill_cause is not None:
+                raise
+            # It gave no reason: it may have been killed for its memory, or by mistake.
+            _log.error("%s Starting it once more.", error)
+            self.num_restarts += 1
+            await self._open_process()
         self._supervisor = asyncio.create_task(self._supervise())
         await self._prepare()
         self._become(Health.READY)
@@ -259,12 +277,28 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
         # Readers of residency reports also follow the state.
         self.residency.wake()
 
+    def _become_quiet(self, is_quiet: bool) -> None:
+        """Refuses new requests while the engine gives no sign of life; open ones go on."""
+        if is_quiet and self._state is Health.READY:
+            self._become(Health.STALLED)
+        elif not is_quiet and self._state is Health.STALLED:
+            self._become(Health.READY)
+
+    def _count_kill(self, cause: str | None) -> None:
+        if cause is not None:
+            self.kills[cause] += 1
+
     async def _open_process(self) -> None:
         first = self._card
         worker, self._worker = self._worker, None
-        self._process = await EngineProcess[CardT, AdapterT].open(
-            self.kind, self._start_message(first), self._on_progress, worker
-        )
+        try:
+            self._process = await EngineProcess[CardT, AdapterT].open(
+                self.kind, self._start_message(first), self._on_progress, worker
+            )
+        except EngineDied as error:
+            self._count_kill(error.kill_cause)
+            raise
+        self._process.on_quiet = self._become_quiet
         self._card = self._described(self._process.card, first)
         ended, self._stats = self._stats, StatsView(self.no_stats)
         ended.residency.wake()
@@ -273,17 +307,18 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
     async def _supervise(self) -> None:
         """Handles replies of the engine; when it dies, fails open requests and starts another."""
         while True:
-            process = self._running
+            process, cause = self._running, None
             try:
                 while (reply := await process.receive()) is not None:
                     self._handle(reply)
             except Exception as error:  # The engine must be replaced, whatever the error is.
                 _log.exception("a reply of engine %d cannot be handled", process.pid)
-                process.cause_of_death = f"a reply of the engine cannot be handled: {error!r}"
+                cause = f"a reply of the engine cannot be handled: {error!r}"
             self._become(Health.RESTARTING)
             if self._restoring is not None:
                 self._restoring.cancel()
-            cause = process.cause_of_death
+            self._count_kill(KillCause.REPLY if cause else process.kill_cause)
+            cause = cause or process.cause_of_death
             _log.error("engine %d is gone: %s; starting another", process.pid, cause)
             self._fail_all(EngineStopped(f"The answer is not complete: {cause}."))
             try:

@@ -127,11 +127,6 @@ class Failed(Message):
     error: WireError
 
 
-class Heartbeat(Message):
-    step_age_s: float
-    """Seconds since the running step began; 0 when idle."""
-
-
 class ResidencyUpdate(msgspec.Struct, frozen=True, array_like=True):
     """The tiers of the adapters that moved since the last update."""
 

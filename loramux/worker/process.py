@@ -1,38 +1,38 @@
-"""Starts the engine process, watches its heartbeat, and matches calls with their answers."""
+"""Starts the engine process, watches its pulse, and matches calls with their answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Generic, Self, cast
 
-from loramux.errors import EngineStopped, LoramuxError
+from loramux.errors import EngineDied, LoramuxError
 from loramux.worker.channel import ServerChannel
 from loramux.worker.messages import (
     AdapterT,
     Answer,
     CardT,
     Failed,
-    Heartbeat,
     Message,
     Progress,
     Ready,
     decode_error,
 )
+from loramux.worker.process_view import ProcessView
 from loramux.worker.spawn import SpawnedWorker, spawn_worker
+from loramux.worker.vital_signs import QUIET_S, KillCause, VitalSigns
 
-# A thread of the engine sends two heartbeats a second; only a stopped process misses this many.
-SILENCE_LIMIT_S = 4.0
-# Before the first heartbeat the process imports torch, which is slow on a busy machine.
-STARTUP_LIMIT_S = 300.0
+_log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _POLL_S = 0.01
+# A process closes its socket a moment before its exit status is known.
+_EXIT_S = 1.0
 
 OnProgress = Callable[[str, float], None]
 
@@ -46,7 +46,7 @@ class EngineKind:
     replies: Any
     """The union of the messages that it sends."""
     step_limit_s: float
-    """A step that takes this long is a deadlock in native code."""
+    """A step that takes this long, although nothing keeps it from running, is a deadlock."""
 
 
 class PendingCalls(Generic[AdapterT]):
@@ -86,19 +86,20 @@ class PendingCalls(Generic[AdapterT]):
 class EngineProcess(Generic[CardT, AdapterT]):
     """One engine process: open() returns when it is ready, receive() gives None when it is dead."""
 
-    def __init__(
-        self, popen: subprocess.Popen[bytes], channel: ServerChannel, step_limit_s: float
-    ) -> None:
-        self._popen = popen
+    def __init__(self, worker: SpawnedWorker, channel: ServerChannel, step_limit_s: float) -> None:
+        self._popen = worker.popen
+        self._pulse = worker.pulse
         self._channel = channel
-        self._step_limit_s = step_limit_s
-        self._last_heard = time.monotonic()
-        self._silence_limit_s = STARTUP_LIMIT_S
+        self._vitals = VitalSigns(step_limit_s, ProcessView(worker.popen.pid).look)
+        self._phase = "starting"
         self._watcher = asyncio.create_task(self._watch())
-        self._step_age_s = 0.0
         self._calls = PendingCalls[AdapterT]()
         self._card: CardT | None = None
-        self.cause_of_death = "the engine process ended"
+        self._death: str | None = None
+        self.kill_cause: KillCause | None = None
+        """Why the watch killed it; None: it did not."""
+        self.on_quiet: Callable[[bool], None] = lambda is_quiet: None
+        """Called when the ready process gives no sign of life, and when it does again."""
 
     @classmethod
     async def open(
@@ -118,7 +119,7 @@ class EngineProcess(Generic[CardT, AdapterT]):
         except BaseException:
             worker.close()
             raise
-        process = cls(worker.popen, channel, kind.step_limit_s)
+        process = cls(worker, channel, kind.step_limit_s)
         process.send(start)
         try:
             await process._wait_until_ready(on_progress)
@@ -130,6 +131,10 @@ class EngineProcess(Generic[CardT, AdapterT]):
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def cause_of_death(self) -> str:
+        return self._death or "the engine process ended"
 
     @property
     def card(self) -> CardT:
@@ -152,21 +157,17 @@ class EngineProcess(Generic[CardT, AdapterT]):
         self._calls.fail(error)
 
     async def receive(self) -> Message | None:
-        """Returns the next reply that is neither a heartbeat nor an answer; None: it is dead."""
+        """Returns the next reply that is no answer; None: it is dead."""
         while (reply := await self._channel.receive()) is not None:
-            self._last_heard = time.monotonic()
-            self._silence_limit_s = SILENCE_LIMIT_S
-            if isinstance(reply, Heartbeat):
-                self._step_age_s = reply.step_age_s
-            elif isinstance(reply, Answer):
-                self._calls.answer(reply)
-            else:
+            if not isinstance(reply, Answer):
                 return reply
+            self._calls.answer(reply)
+        await self._examine()
         return None
 
     async def kill(self, cause: str) -> None:
         """Kills the process with SIGKILL, which also ends a stopped or hung one, and waits."""
-        self.cause_of_death = cause
+        self._death = cause
         self._watcher.cancel()
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGKILL)
@@ -186,35 +187,71 @@ class EngineProcess(Generic[CardT, AdapterT]):
             await asyncio.sleep(_POLL_S)
         return status
 
+    async def _examine(self) -> None:
+        """Finds out how a process ended that was not killed here."""
+        if self._death is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_S):
+                    self._death = f"{_ending(await self._exit_status())} {self._place}"
+
+    @property
+    def _place(self) -> str:
+        return self._vitals.place if self._vitals.is_ready else f"while {self._phase}"
+
     async def _wait_until_ready(self, on_progress: OnProgress) -> None:
         while (reply := await self.receive()) is not None:
             match reply:
                 case Progress(what=what, share=share):
+                    self._phase = what
                     on_progress(what, share)
                 case Failed(error=error):
                     raise decode_error(error)
                 case Ready(card=card):
                     self._card = cast(CardT, card)
+                    self._vitals.is_ready = True
                     return
-        status = await self._exit_status()
-        raise EngineStopped(f"The engine process ended with status {status} before it was ready.")
+        raise EngineDied(
+            f"The engine did not start: {self.cause_of_death}.", kill_cause=self.kill_cause
+        )
 
     async def _watch(self) -> None:
-        """Kills a process without heartbeats or with a hung step; its socket still looks alive."""
+        """Kills a process that is dead although its socket looks alive."""
+        was_quiet, looked_s = False, time.monotonic()
         while True:
-            began = time.monotonic()
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
-            if now - began > 2 * _WATCH_S:
-                # This process itself was stopped, and the engine's messages are still unread.
-                self._last_heard = now
-            silent_s = now - self._last_heard
-            if silent_s > self._silence_limit_s:
-                self.cause_of_death = f"the engine gave no sign of life for {silent_s:.1f} s"
-            elif self._step_age_s > self._step_limit_s:
-                self.cause_of_death = f"the engine hung in a step for {self._step_age_s:.0f} s"
-            else:
-                continue
-            # The end of file on the socket then wakes receive().
-            self._popen.send_signal(signal.SIGKILL)
-            return
+            # If this process itself was stopped, the engine may have been stopped with it.
+            elapsed_s, looked_s = min(now - looked_s, 2 * _WATCH_S), now
+            death = self._vitals.observe(self._pulse.counts, elapsed_s)
+            if death is not None:
+                self.kill_cause = death.cause
+                place = "" if self._vitals.is_ready else f" {self._place}"
+                self._death = f"the engine {death.text}{place}"
+                # The end of file on the socket then wakes receive().
+                self._popen.send_signal(signal.SIGKILL)
+                return
+            if self._vitals.is_ready and self._vitals.is_quiet != was_quiet:
+                was_quiet = not was_quiet
+                self._tell_quiet(was_quiet)
+
+    def _tell_quiet(self, is_quiet: bool) -> None:
+        if is_quiet:
+            _log.warning(
+                "engine %d has given no sign of life %s for %g s: it %s; new requests wait",
+                *(self.pid, self._vitals.place, QUIET_S, self._vitals.doing),
+            )
+        else:
+            _log.warning("engine %d goes on", self.pid)
+        self.on_quiet(is_quiet)
+
+
+def _ending(status: int) -> str:
+    """Says how a process with this exit status ended."""
+    if status >= 0:
+        return f"the engine process ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
+    return f"the engine process was ended by {name}{hint},"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 
 from loramux.process_environment import child_environment
+from loramux.worker.pulse import Pulse
 
 TEXT_ENGINE = "loramux.engine.worker"
 
@@ -19,6 +21,7 @@ class SpawnedWorker:
     popen: subprocess.Popen[bytes]
     connection: socket.socket
     """The server's end of the connection."""
+    pulse: Pulse
 
     def close(self) -> None:
         """End a process that was not given to a server."""
@@ -28,18 +31,23 @@ class SpawnedWorker:
 
 
 def spawn_worker(module: str = TEXT_ENGINE) -> SpawnedWorker:
-    """`module`: what the process runs, with the file descriptor of its socket as argument."""
-    ours, theirs = socket.socketpair()
+    """`module`: what the process runs, with descriptors of its socket and pulse as arguments."""
+    pulse, shared = Pulse.create()
     try:
-        popen = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=child_environment(),
-            stdin=subprocess.DEVNULL,
-        )
-    except BaseException:
-        ours.close()
-        raise
+        ours, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), shared]
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, inherited)],
+                pass_fds=inherited,
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
     finally:
-        theirs.close()
-    return SpawnedWorker(popen, ours)
+        os.close(shared)
+    return SpawnedWorker(popen, ours, pulse)

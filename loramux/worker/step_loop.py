@@ -21,7 +21,7 @@ from loramux.errors import LoramuxError
 from loramux.log_lines import use_one_line_records
 from loramux.types.adapter import AdapterCard
 from loramux.worker.channel import EngineChannel
-from loramux.worker.heartbeat import HeartbeatThread
+from loramux.worker.heartbeat import beating
 from loramux.worker.messages import (
     Adopt,
     Answer,
@@ -37,6 +37,7 @@ from loramux.worker.messages import (
     Shutdown,
     encode_error,
 )
+from loramux.worker.pulse import Pulse
 
 if TYPE_CHECKING:
     from loramux.memory.records import Placement
@@ -80,14 +81,14 @@ class StepLoop(ABC, Generic[EventT, AdapterT]):
         residency: AdapterResidency,
         placement: Placement,
         channel: EngineChannel,
-        heart: HeartbeatThread,
+        pulse: Pulse,
         usage: UsageFile | None = None,
     ) -> None:
         self._steps = engine
         self._residency = residency
         self._placement = placement
         self._channel = channel
-        self._heart = heart
+        self._pulse = pulse
         self._usage = usage
         # Commands, None once the server is gone, and what threads hand to the loop.
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -143,9 +144,9 @@ class StepLoop(ABC, Generic[EventT, AdapterT]):
         self._save_usage()
 
     def _step(self) -> None:
-        self._heart.begin_step()
+        self._pulse.begin_step()
         events = list(self._steps.step())
-        self._heart.end_step()
+        self._pulse.end_step()
         if self._is_checking:
             self._steps.check_integrity()
         self._is_reported = False
@@ -257,23 +258,32 @@ def registration_of(
         return Registration(error=encode_error(error))
 
 
-OpenLoop = Callable[[StartT, EngineChannel, HeartbeatThread], tuple[HostCard, StepLoop[Any, Any]]]
+OpenLoop = Callable[[StartT, EngineChannel, Pulse], tuple[HostCard, StepLoop[Any, Any]]]
 
 
 def serve_engine(
-    connection: socket.socket, commands: Any, start: type[StartT], open_loop: OpenLoop[StartT]
+    connection: socket.socket,
+    pulse: Pulse,
+    commands: Any,
+    start: type[StartT],
+    open_loop: OpenLoop[StartT],
 ) -> int:
     """Serves the server at the other end of the socket; returns the exit status.
 
     `commands`: the union of the messages that the engine takes; `start`: the first of them.
     """
-    channel = EngineChannel(connection, commands)
+    with beating(pulse):
+        return _serve_beating(EngineChannel(connection, commands), pulse, start, open_loop)
+
+
+def _serve_beating(
+    channel: EngineChannel, pulse: Pulse, start: type[StartT], open_loop: OpenLoop[StartT]
+) -> int:
     first = channel.receive()
     if not isinstance(first, start):
         return 1
-    heart = HeartbeatThread(channel)
     try:
-        card, loop = open_loop(first, channel, heart)
+        card, loop = open_loop(first, channel, pulse)
         channel.send(Ready(card=card))
     except (LoramuxError, OSError, MemoryError) as error:
         # The operator reads it, who may know the paths.
@@ -289,13 +299,16 @@ def serve_engine(
     return 1
 
 
-def run_process(serve: Callable[[socket.socket], int]) -> None:
-    """Serves the socket whose descriptor is the first argument, then ends the process."""
+def run_process(serve: Callable[[socket.socket, Pulse], int]) -> None:
+    """Serves the socket and writes the pulse whose descriptors are the arguments, then ends."""
     # The server stops the engine, after it has drained its requests; a Ctrl-C in its terminal or a
     # SIGTERM to the group of processes must not end the engine first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     use_one_line_records()
-    status = serve(socket.socket(fileno=int(sys.argv[1])))
+    connection, shared = map(int, sys.argv[1:3])
+    pulse = Pulse(shared)
+    os.close(shared)
+    status = serve(socket.socket(fileno=connection), pulse)
     # Daemon threads may still hold the socket, and nothing is left to clean up.
     os._exit(status)

@@ -146,9 +146,8 @@ async def read_events(
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_the_engine_dies_or_hangs_every_stream_says_so_and_the_server_recovers(
-    how: signal.Signals, server: RunningServer
+def test_when_the_engine_dies_every_stream_says_so_and_the_server_recovers(
+    server: RunningServer,
 ) -> None:
     async def run() -> None:
         async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
@@ -161,7 +160,7 @@ def test_when_the_engine_dies_or_hangs_every_stream_says_so_and_the_server_recov
             ]
             await asyncio.gather(*(event.wait() for event in begun.values()))
             (pid,) = server.engine_pids
-            os.kill(pid, how)
+            os.kill(pid, signal.SIGKILL)
             for events in await asyncio.gather(*streams):
                 assert events[-1] != "[DONE]", "an answer that was cut looks complete"
                 assert "error" in json.loads(events[-1])
@@ -273,7 +272,7 @@ def test_a_killed_server_leaves_no_engine_behind(folder: Path, tmp_path: Path) -
     with running_server(tmp_path / "log", *flags) as running:
         (pid,) = running.engine_pids
         running.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)  # heartbeats continue: unread data resets the engine's connection
+        time.sleep(1.5)
         running.process.kill()
         running.process.wait()
         deadline = time.monotonic() + 60

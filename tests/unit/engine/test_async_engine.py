@@ -182,11 +182,8 @@ def test_closing_a_stream_aborts_its_request_and_limits_refuse_more(
         own.run(use)
 
 
-@pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
-)
-def test_a_dead_or_hung_engine_fails_open_requests_and_is_restarted(
-    how: signal.Signals, shared: EngineRunner, adapter: Path
+def test_a_dead_engine_fails_open_requests_and_is_restarted(
+    shared: EngineRunner, adapter: Path
 ) -> None:
     async def use(engine: AsyncEngine) -> None:
         cid, num_restarts = (await engine.add_adapter(str(adapter))).cid, engine.num_restarts
@@ -195,9 +192,9 @@ def test_a_dead_or_hung_engine_fails_open_requests_and_is_restarted(
         for stream in streams:
             await anext(stream)
         assert engine.engine_pid is not None
-        os.kill(engine.engine_pid, how)
+        os.kill(engine.engine_pid, signal.SIGKILL)
         for stream in streams:
-            with pytest.raises(EngineStopped, match="not complete"):
+            with pytest.raises(EngineStopped, match="not complete: .* ended by SIGKILL"):
                 async for _ in stream:
                     pass
         assert engine.health is Health.RESTARTING

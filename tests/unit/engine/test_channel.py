@@ -8,7 +8,7 @@ import pytest
 
 from loramux.engine.messages import Command, Reply
 from loramux.worker.channel import EngineChannel, ServerChannel
-from loramux.worker.messages import Abort, Heartbeat, Progress, Shutdown
+from loramux.worker.messages import Abort, Progress, Shutdown
 
 
 def test_messages_of_any_size_cross_in_both_directions() -> None:
@@ -54,7 +54,7 @@ def test_a_peer_that_dies_inside_a_message_ends_the_channel(cut: bytes) -> None:
 def test_a_peer_that_dies_with_unread_messages_ends_the_channel() -> None:
     ours, theirs = socket.socketpair()
     engine = EngineChannel(theirs, Command)
-    engine.send(Heartbeat(step_age_s=0))
+    engine.send(Progress(what="", share=0))
     ours.close()
     assert engine.receive() is None
     theirs.close()
@@ -69,11 +69,11 @@ def test_threads_may_send_concurrently() -> None:
         server = await ServerChannel.open(ours, Reply)
         seen = [await server.receive() for _ in range(4 * count)]
         server.close()
-        return sum(isinstance(reply, Heartbeat) for reply in seen)
+        return sum(isinstance(reply, Progress) for reply in seen)
 
     def send() -> None:
         for _ in range(count):
-            engine.send(Heartbeat(step_age_s=1.0))
+            engine.send(Progress(what="", share=0))
 
     threads = [threading.Thread(target=send) for _ in range(4)]
     for thread in threads:

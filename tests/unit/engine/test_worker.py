@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -25,7 +26,6 @@ from loramux.worker.messages import (
     Adopt,
     Answer,
     Failed,
-    Heartbeat,
     Pin,
     Prewarm,
     Ready,
@@ -36,6 +36,7 @@ from loramux.worker.messages import (
     Shutdown,
     Verify,
 )
+from loramux.worker.pulse import Pulse
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_request, save_model_with_tokenizer
 
@@ -55,8 +56,10 @@ def converse(
 ) -> int:
     """Runs the worker against `talk`, and ends it with Shutdown or by closing the socket."""
     ours, theirs = socket.socketpair()
+    pulse, number = Pulse.create()
+    os.close(number)
     status: list[int] = []
-    thread = threading.Thread(target=lambda: status.append(serve(theirs)))
+    thread = threading.Thread(target=lambda: status.append(serve(theirs, pulse)))
     thread.start()
 
     async def run() -> None:
@@ -114,7 +117,6 @@ def test_the_worker_is_ready_generates_and_shuts_down(folder: Path) -> None:
         assert ready.vocab_size == 512 and ready.dtype == "float32" and ready.eos_token_ids
         channel.send(Add(request=make_request("a", (3, 4, 5), max_tokens=3)))
         assert len(await events_until_done(channel, "a")) == 3
-        await next_of(channel, Heartbeat)
 
     assert converse(folder, talk) == 0
 

@@ -75,6 +75,16 @@ def test_engine_figures_have_the_names_that_routers_know() -> None:
     }
 
 
+def test_kills_are_counted_by_cause() -> None:
+    backend = loaded_backend()
+    backend.kills = {"hung_step": 2, "silent": 0}
+    found = scraped(backend)["loramux:engine_kills_total"]
+    assert [(labels["cause"], value) for labels, value in found] == [
+        ("hung_step", 2),
+        ("silent", 0),
+    ]
+
+
 def test_all_names_of_an_adapter_on_the_device_are_labels() -> None:
     backend = loaded_backend()
     backend.give_name("alias", named("legal"))

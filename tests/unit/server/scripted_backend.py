@@ -182,6 +182,7 @@ class ScriptedBackend:
         for name in NAMES:
             self.give_name(name, named(name))
         self.num_restarts = 0
+        self.kills: dict[str, int] = {}
         self.residency = ResidencyView()
         self.pinned: set[str] = set()
         self.uses: list[AdapterUse] = [
