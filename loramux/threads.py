@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -52,14 +52,56 @@ class WorkThreads:
             self._num_open -= 1
 
 
+class Turns:
+    """Work of one key after another, so that no key takes more than one of the threads."""
+
+    def __init__(self, threads: WorkThreads, *, max_waiting: int = 256) -> None:
+        """`max_waiting`: limit of what waits for one key."""
+        self._threads = threads
+        self._max_waiting = max_waiting
+        self._locks: dict[Hashable, tuple[asyncio.Lock, int]] = {}
+
+    async def run(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Runs the work when it is its turn; raises EngineBusy if too much waits for it."""
+        lock, num_users = self._locks.get(key) or (asyncio.Lock(), 0)
+        if num_users > self._max_waiting:
+            raise EngineBusy(f"{num_users} requests wait for the tokenizer of this adapter.")
+        self._locks[key] = lock, num_users + 1
+        try:
+            await lock.acquire()
+        except BaseException:
+            self._leave(key)
+            raise
+        task = asyncio.ensure_future(self._threads.run(work))
+        task.add_done_callback(lambda done: self._end(key, lock, done))
+        # The thread works on for a caller that is gone, and its turn lasts as long.
+        return await asyncio.shield(task)
+
+    def _end(self, key: Hashable, lock: asyncio.Lock, done: asyncio.Future[T]) -> None:
+        lock.release()
+        self._leave(key)
+        # Reading the exception keeps asyncio from reporting it if no caller is left.
+        if not done.cancelled():
+            done.exception()
+
+    def _leave(self, key: Hashable) -> None:
+        lock, num_users = self._locks.pop(key)
+        if num_users > 1:
+            self._locks[key] = lock, num_users - 1
+
+
 FETCHES = WorkThreads("fetches", 4, max_waiting=32)
 """Pushes, whose sources may be as slow as their limits allow."""
 STORE_READS = WorkThreads("store reads", 8)
 """Adapters of this server's own store, which come from its bucket on first use."""
 FOLDER_READS = WorkThreads("folder reads", 4)
 """Folders of adapters and combinations on this machine."""
+TOKENIZER_READS = WorkThreads("tokenizer reads", 4)
+"""Tokenizer files of adapters, which other processes read."""
 QUERIES = WorkThreads("queries", 8)
 """Reads and writes of the registry's database."""
 PLANS = WorkThreads("plans", 1, max_waiting=16)
 GRAMMAR_CHECKS = WorkThreads("grammar checks", 16, max_waiting=256)
 """Grammars of requests; new ones wait for the processes that check them, known ones do not."""
+ADAPTER_TEXTS = Turns(WorkThreads("adapter texts", 8))
+"""Texts of adapters with a tokenizer or a template of their own, which other processes work on."""

@@ -12,9 +12,9 @@ import msgspec
 
 from loramux.backend import AdapterUse
 from loramux.config.engine import EngineConfig, EvictionName
+from loramux.engine.codec import EngineCodec
 from loramux.engine.llm import LLM
 from loramux.engine.stats import adapter_uses
-from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
 from loramux.types.request import RequestOutput
 from loramux.types.sampling import SamplingParams
@@ -99,7 +99,7 @@ class AdapterPool:
         return PoolAnswer(text=output.outputs[0].text, output=output, serving=serving)
 
     def _read(
-        self, request: str | Mapping[str, Any], tokenizer: Tokenizer
+        self, request: str | Mapping[str, Any], tokenizer: EngineCodec
     ) -> tuple[Any, SamplingParams]:
         if isinstance(request, str):
             return request, SamplingParams()

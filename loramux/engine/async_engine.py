@@ -14,11 +14,12 @@ from pathlib import Path
 from loramux.backend import Delta, EngineStats, ModelCard, failure_of
 from loramux.config.engine import EngineConfig
 from loramux.engine.adapter_tokenizers import AdapterTokenizers
+from loramux.engine.codec import EngineCodec
 from loramux.engine.messages import Add, Events, Finish, ListPages, Reply, Start
 from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.tokenizer import Tokenizer, import_library
 from loramux.errors import EngineBusy, EngineStopped, LoramuxError
-from loramux.threads import FOLDER_READS
+from loramux.threads import TOKENIZER_READS
 from loramux.types.adapter import AdapterCard
 from loramux.types.pooling import Pooling
 from loramux.types.request import FinishReason, Request, Selection, pooled_request
@@ -80,7 +81,29 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
         folder = Path(self.card.tokenizer_folder)
         template = self._options.chat_template
         self._codec = await asyncio.to_thread(Tokenizer, folder, chat_template=template)
-        self._tokenizers = AdapterTokenizers(self._codec, folder, vocab_size=self.card.vocab_size)
+        self._tokenizers = AdapterTokenizers(
+            self._codec, folder, vocab_size=self.card.vocab_size, chat_template=template
+        )
+
+    async def add_adapter(self, path: str) -> AdapterCard:
+        """Registers an adapter whose tokenizer files fit the base, too; raises AdapterRefused."""
+        was_known = set(self.adapters)
+        card = await super().add_adapter(path)
+        if self._tokenizers is None:
+            return card
+        try:
+            if self._tokenizers.find([card]) is None:
+                await TOKENIZER_READS.run(self._tokenizers.read, [card])
+        except BaseException:
+            if card.cid not in was_known and card.cid in self.adapters:
+                await self.remove_adapter(card.cid)
+            raise
+        return card
+
+    async def close(self, *, drain_s: float) -> None:
+        await super().close(drain_s=drain_s)
+        if self._tokenizers is not None:
+            await asyncio.to_thread(self._tokenizers.close)
 
     async def submit(self, request: Request) -> AsyncIterator[Delta]:
         """Yields the deltas of all choices; closing the iterator early aborts the request."""
@@ -90,7 +113,7 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
             async for delta in deltas:
                 yield delta
 
-    async def _answer(self, request: Request, codec: Tokenizer) -> AsyncGenerator[Delta, None]:
+    async def _answer(self, request: Request, codec: EngineCodec) -> AsyncGenerator[Delta, None]:
         stream = self._open_stream(request, codec)
         try:
             while True:
@@ -104,7 +127,7 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
             if self._streams.pop(request.request_id, None) is not None and not stream.is_finished:
                 self._send(Abort(request_id=request.request_id))
 
-    async def codec_for(self, selection: Selection) -> Tokenizer:
+    async def codec_for(self, selection: Selection) -> EngineCodec:
         if self._tokenizers is None:
             raise EngineStopped("The engine has not started yet.")
         for cid, _ in selection:
@@ -113,7 +136,7 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
         found = self._tokenizers.find(cards)
         if found is not None:
             return found
-        return await FOLDER_READS.run(self._tokenizers.read, cards)
+        return await TOKENIZER_READS.run(self._tokenizers.read, cards)
 
     async def page_kinds(self) -> bytes:
         answer = await self._running.call(lambda call_id: ListPages(call_id=call_id))
@@ -157,7 +180,7 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
             case _:
                 _log.warning("unexpected message from the engine: %s", type(reply).__name__)
 
-    def _open_stream(self, request: Request, codec: Tokenizer) -> RequestStream:
+    def _open_stream(self, request: Request, codec: EngineCodec) -> RequestStream:
         self._require_ready()
         self._check_limits(request)
         if request.request_id in self._streams:

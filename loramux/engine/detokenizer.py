@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from loramux.engine.tokenizer import Tokenizer
+from loramux.engine.codec import EngineCodec
 
 CONTEXT_TOKENS = 8
 MAX_CHARACTER_BYTES = 4
@@ -17,13 +17,13 @@ class Detokenizer:
     """Decodes an output token by token, up to the first stop string.
 
     With a byte-level tokenizer, the concatenated results of push() and flush() equal
-    Tokenizer.decode of the whole output. Other tokenizers decode the output together with the end
+    decode of the whole output. Other tokenizers decode the output together with the end
     of the prompt, because their decoders drop a leading space.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: EngineCodec,
         *,
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
@@ -88,7 +88,7 @@ class _TextStream(Protocol):
 class _ByteStream:
     """Decodes the bytes of byte-level tokens as UTF-8."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: EngineCodec) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -102,7 +102,7 @@ class _ByteStream:
 class _WindowStream:
     """Decodes the last tokens with and without the newest one; the difference is its text."""
 
-    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+    def __init__(self, tokenizer: EngineCodec, context: list[int]) -> None:
         self._tokenizer = tokenizer
         self._window = context
         self._shown = self._decode()

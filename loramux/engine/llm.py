@@ -14,6 +14,7 @@ from loramux.config.engine import EngineConfig
 from loramux.device_choice import resolve_config
 from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.build import build_engine, load_base
+from loramux.engine.codec import EngineCodec
 from loramux.engine.gc_control import FullCollections
 from loramux.engine.grammar.constraints import OWN_VOCABULARY
 from loramux.engine.outputs import OutputCollector
@@ -152,7 +153,7 @@ class LLM:
         """Checks a PEFT folder and returns its CID; raises AdapterRefused."""
         return self.engine.register_adapter(Path(folder)).cid
 
-    def tokenizer_for(self, adapters: Sequence[tuple[str, float]]) -> Tokenizer:
+    def tokenizer_for(self, adapters: Sequence[tuple[str, float]]) -> EngineCodec:
         """Returns the tokenizer of registered adapters, (CID, weight) each.
 
         It is the adapter's own if it has tokenizer files, and the base's otherwise.
@@ -279,7 +280,7 @@ class _DownloadBar:
         self._bar.update(num_bytes)
 
 
-def _tokenize(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, Sequence[int]]:
+def _tokenize(prompt: Prompt, tokenizer: EngineCodec) -> tuple[str | None, Sequence[int]]:
     if isinstance(prompt, Mapping):
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), prompt["prompt_token_ids"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from loramux.backend import Delta
+from loramux.engine.codec import EngineCodec
 from loramux.engine.detokenizer import Detokenizer
-from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import LoramuxError
 from loramux.types.request import (
     CompletionOutput,
@@ -23,7 +23,7 @@ class OutputCollector:
     """Collects the events of one request; `output` is complete once `is_finished`."""
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, prompt: str | None = None
+        self, request: Request, tokenizer: EngineCodec, *, prompt: str | None = None
     ) -> None:
         self.request = request
         self._choices = [_Choice(i, request, tokenizer) for i in range(request.params.n)]
@@ -50,7 +50,7 @@ class OutputCollector:
 
 
 class _Choice:
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, request: Request, tokenizer: EngineCodec) -> None:
         params = request.params
         self._request = request
         self._detokenizer = Detokenizer(

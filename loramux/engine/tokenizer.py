@@ -6,16 +6,10 @@ import contextlib
 import inspect
 import re
 import threading
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loramux.engine.adapter_template import (
-    TEMPLATE_SECONDS,
-    AdapterTemplate,
-    template_deadline,
-)
 from loramux.engine.chat import normalize_messages
 from loramux.errors import InvalidRequest, UnsupportedModel
 
@@ -30,15 +24,11 @@ _importing = threading.Lock()
 class Tokenizer:
     """A tokenizer that threads may share: it is immutable after construction."""
 
-    eos_token_ids: tuple[int, ...] = ()
-    """End-of-sequence ids of an adapter's tokenizer, beside those of the base model."""
-
     def __init__(self, folder: str | Path, *, chat_template: str | None = None) -> None:
         """`chat_template`: replaces that of the folder."""
         self._outer = _load(Path(folder))
         if chat_template is not None:
             self._outer.chat_template = chat_template
-        self._template: AdapterTemplate | None = None
         self._inner = self._outer.backend_tokenizer
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -59,12 +49,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._outer.chat_template if self._template is None else self._template.text)
+        return bool(self._outer.chat_template)
 
     @property
     def chat_template(self) -> object:
         """The text of the template, or texts by name."""
-        return self._outer.chat_template if self._template is None else self._template.text
+        return self._outer.chat_template
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -84,24 +74,12 @@ class Tokenizer:
         return found
 
     def eos_ids_with(self, base_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the end-of-sequence ids of the base, then those that only this one has."""
-        return tuple(dict.fromkeys((*base_ids, *self.eos_token_ids)))
-
-    def for_adapter(
-        self, template: AdapterTemplate | None, eos_token_ids: tuple[int, ...]
-    ) -> Tokenizer:
-        """Returns a tokenizer that shares this one's vocabulary, for an adapter.
-
-        Its template is rendered with a time limit, as it comes with the adapter.
-        """
-        made = copy(self)
-        made._template = template
-        made.eos_token_ids = eos_token_ids
-        return made
+        """Returns the end-of-sequence ids of the base: it has no others."""
+        return tuple(dict.fromkeys(base_ids))
 
     def shares_vocabulary(self, other: object) -> bool:
         """Returns whether the other tokenizer gives the same ids to every text."""
-        return isinstance(other, Tokenizer) and self._inner is other._inner
+        return self is other
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._encode(text, len(text), add_special_tokens)
@@ -141,7 +119,26 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        if not self.has_chat_template:
+        conversation, arguments = self.prepare_chat(
+            messages,
+            has_template=self.has_chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.encode(self.render(conversation, arguments), add_special_tokens=False)
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        has_template: bool,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Returns the messages and the other arguments of a template; raises InvalidRequest."""
+        if not has_template:
             raise InvalidRequest(
                 "This model has no chat template, so it cannot take messages: use the completions "
                 "route, or add a chat_template to its tokenizer_config.json.",
@@ -154,24 +151,36 @@ class Tokenizer:
         if arguments["continue_final_message"]:
             add_generation_prompt = False
         arguments |= {"add_generation_prompt": add_generation_prompt, "tools": tools}
-        return self.encode(self._render(conversation, arguments), add_special_tokens=False)
+        return conversation, arguments
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to the text, possibly a part of a character.
 
         The result is empty for an unknown id.
         """
-        token = self._inner.id_to_token(token_id)
-        if token is None:
-            return b""
+        token = self.token_text(token_id)
+        return b"" if token is None else self.bytes_of(token)
+
+    def token_text(self, token_id: int) -> str | None:
+        """Returns the token as the vocabulary writes it, or None for an unknown id."""
+        token: str | None = self._inner.id_to_token(token_id)
+        return token
+
+    def bytes_of(self, token: str) -> bytes:
+        """Returns the bytes of a token of this vocabulary or of one that extends it."""
         if self._byte_of:
             # Added tokens are plain text and may contain characters outside the alphabet.
             if all(character in self._byte_of for character in token):
                 return bytes(self._byte_of[character] for character in token)
-            return str(token).encode()
+            return token.encode()
         if (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)) is not None:
             return bytes.fromhex(byte[1])
-        return str(token).replace("▁", " ").encode()
+        return token.replace("▁", " ").encode()
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """Returns the text of tokens as decode() does, also of tokens that extend this one's."""
+        decoder = self._inner.decoder
+        return " ".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
 
     def added_token_id(self, text: str) -> int | None:
         """Returns the id of the added token with this text, special or not; None: there is none."""
@@ -188,8 +197,6 @@ class Tokenizer:
         """Returns the special tokens and the chat template for clients that tokenize."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         tokens = {name: getattr(self._outer, name) for name in names}
-        if self._template is not None:
-            tokens |= {name: self._template.tokens.get(name, tokens[name]) for name in names}
         return {**tokens, "chat_template": self.chat_template}
 
     def is_skipped(self, token_id: int, *, skip_special_tokens: bool) -> bool:
@@ -208,39 +215,35 @@ class Tokenizer:
                 param="chat_template_kwargs",
             )
 
-    def _render(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    def render(
+        self,
+        conversation: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        *,
+        choose: Callable[[], str] | None = None,
+    ) -> str:
+        """Renders the chat template, or the one that `choose` returns, which may fail in any way.
+
+        Raises InvalidRequest.
+        """
         from jinja2 import TemplateError
 
         expected: tuple[type[Exception], ...] = (TemplateError, TypeError, ValueError, KeyError)
-        try:
-            if self._template is None:
-                return str(
-                    self._outer.apply_chat_template(conversation, tokenize=False, **arguments)
-                )
+        if choose is not None:
             expected = (Exception,)
-            return self._render_own(self._template, conversation, arguments)
+        try:
+            other = {} if choose is None else {"chat_template": choose()}
+            text = self._outer.apply_chat_template(
+                conversation, tokenize=False, **other, **arguments
+            )
+        except MemoryError:
+            raise
         except expected as error:
             raise InvalidRequest(
-                f"The chat template of this model refused the messages: {error}", param="messages"
+                f"The chat template of this model refused the messages: {str(error)[:1000]}",
+                param="messages",
             ) from error
-
-    def _render_own(
-        self,
-        template: AdapterTemplate,
-        conversation: list[dict[str, Any]],
-        arguments: dict[str, Any],
-    ) -> str:
-        """Renders the template of an adapter: in the sandbox, and within a time limit."""
-        text = template.choose(has_tools=bool(arguments.get("tools")))
-        with template_deadline(TEMPLATE_SECONDS):
-            return str(
-                self._outer.apply_chat_template(
-                    conversation,
-                    tokenize=False,
-                    chat_template=text,
-                    **{**template.tokens, **arguments},
-                )
-            )
+        return str(text)
 
 
 def import_library() -> None:

@@ -113,8 +113,7 @@ async def open_asked(
         encoded = encode(asked, plan, codec, max_model_len)
         return tuple(tuple(truncation.cut(ids, max_model_len)) for ids in encoded)
 
-    is_own = codec is context.backend.codec
-    prompts = await off_loop(size, encode_all, is_own=is_own)
+    prompts = await off_loop(size, encode_all, codec=codec, base=context.backend.codec)
     request = replace(request, prompts=prompts, pooling=asked.pooling)
     return open_generation(context, http, request, draft)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ AdapterState = Literal["registered", "ready", "failed"]
 """registered: its header was checked and its weights were not read yet; failed: it was refused."""
 # (name, size, modification time, inode) of each file: equal lists mean unchanged files.
 FolderFiles = tuple[tuple[str, int, int, int], ...]
+Check = Callable[[AdapterCard], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +260,24 @@ class AdapterNames:
         """Returns the given names without a CID by folder, in the order of their addition."""
         return {path: [self._given[name] for name in names] for path, names in self._unread.items()}
 
-    async def load(self, name: str, path: str, *, is_real: bool = False) -> AdapterCard:
+    async def load(
+        self, name: str, path: str, *, is_real: bool = False, check: Check | None = None
+    ) -> AdapterCard:
         """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused.
 
         `is_real`: the path is a real path that was checked, and the adapter must be read there.
+        `check`: what the adapter must pass before it gets the name.
         """
         async with self._adding():
             card = await self._host.add_adapter(path)
-            if is_real and not _is_at(card, path):
+            try:
+                if is_real and not _is_at(card, path):
+                    raise _moved(path)
+                if check is not None:
+                    await check(card)
+            except BaseException:
                 self._unnamed.add(card.cid)
-                raise _moved(path)
+                raise
             before = self._given.get(name)
             self.bind(name, card)
             if before is not None and before.cid is not None:

@@ -10,6 +10,7 @@ from loramux.backend import TextCodec
 from loramux.errors import ContextLengthExceeded, InvalidRequest
 from loramux.server.sampling import MaxTokens
 from loramux.server.tools.families import template_of
+from loramux.threads import ADAPTER_TEXTS
 
 T = TypeVar("T")
 
@@ -29,13 +30,21 @@ _SLICE_CHARACTERS = 65_536
 INLINE_BODY_BYTES = 8192
 
 
-async def off_loop(body_bytes: int, work: Callable[[], T], *, is_own: bool = True) -> T:
+async def off_loop(
+    body_bytes: int,
+    work: Callable[[], T],
+    *,
+    codec: TextCodec | None = None,
+    base: TextCodec | None = None,
+) -> T:
     """Run work proportional to the body's size: inline for a small body, else on a thread.
 
-    `is_own`: False for work with the chat template of an adapter, which may take long.
+    `codec`: with what the work encodes. That of an adapter asks another process, which may take
+    long: such work has threads of its own, and one at a time for each codec.
     """
-    is_small = is_own and body_bytes <= INLINE_BODY_BYTES
-    return work() if is_small else await asyncio.to_thread(work)
+    if codec is not None and codec is not base:
+        return await ADAPTER_TEXTS.run(id(codec), work)
+    return work() if body_bytes <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
 
 
 def split_prompts(prompt: str | list[Any], *, param: str = "prompt") -> list[str | list[int]]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from msgspec import structs
 from starlette.requests import Request
 
+from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, read_body, yield_after
 from loramux.server.caller import Caller, caller_of
@@ -91,7 +92,7 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     if grammar is not None:
         params = structs.replace(params, grammar=grammar.encode())
     if body.bad_words:
-        words = await off_loop(sum(map(len, body.bad_words)), lambda: bad_words_of(body, codec))
+        words = await _bad_words(context, body, codec)
         params = structs.replace(params, bad_words_token_ids=words)
     streaming = body.stream_options or StreamOptions()
     return GenerationRequest(
@@ -109,6 +110,17 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
         stream=bool(body.stream),
         include_usage=bool(streaming.include_usage),
         continuous_usage=bool(streaming.include_usage and streaming.continuous_usage_stats),
+    )
+
+
+async def _bad_words(
+    context: Context, body: GenerationBody, codec: TextCodec
+) -> tuple[tuple[int, ...], ...]:
+    return await off_loop(
+        sum(map(len, body.bad_words or ())),
+        lambda: bad_words_of(body, codec),
+        codec=codec,
+        base=context.backend.codec,
     )
 
 

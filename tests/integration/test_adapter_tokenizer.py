@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
+from loramux.errors import AdapterRefused
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.names import AdapterNames
+from loramux.types.adapter import AdapterCard, InspectedCard
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import save_model_with_tokenizer
 from tests.tokenizer_factory import save_byte_fallback
@@ -33,13 +36,19 @@ class Server:
         config = EngineConfig(device="cpu", device_memory_bytes=8 * 2**20, dtype="float32")
         self.engine = AsyncEngine(AsyncEngineOptions(model=model, config=config))
         self.names = AdapterNames(self.engine)
-        self.app = create_app(self.engine, ServerOptions(), names=self.names)
+        self.app = create_app(
+            self.engine, ServerOptions(allow_runtime_lora_updating=True), names=self.names
+        )
         self.runner = asyncio.Runner()
 
     async def start(self, **adapters: Path) -> None:
         await self.engine.start()
         for name, folder in adapters.items():
-            await self.names.load(name, str(folder))
+            [card] = await self.engine.inspect_adapters([str(folder)])
+            assert isinstance(card, AdapterCard | InspectedCard)
+            self.names.bind(name, card)
+            with suppress(AdapterRefused):
+                await self.names.identify(name)
 
     def send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
         async def send() -> httpx2.Response:
@@ -135,8 +144,30 @@ def test_a_tokenizer_that_does_not_fit_refuses_its_adapter_only(server: Server) 
 
 def test_the_list_of_adapters_names_the_tokenizer(server: Server) -> None:
     entries = server.send("GET", "/v1/adapters").json()["data"]
-    found = {entry["id"]: entry["tokenizer_digest"] for entry in entries}
-    assert found["own"].startswith("sha256:") and len(set(found.values())) == 4
+    found = {entry["id"]: entry.get("tokenizer_digest") for entry in entries}
+    assert found["own"].startswith("sha256:") and found["ends"] not in (None, found["own"])
+    failures = {entry["id"]: entry["failure"]["code"] for entry in entries if entry.get("failure")}
+    assert failures == {"broken": "broken_tokenizer", "foreign": "foreign_tokenizer"}
+
+
+def test_a_load_that_is_refused_for_its_tokenizer_gives_no_name(
+    server: Server, folder: Path
+) -> None:
+    body = {"lora_name": "late", "lora_path": str(folder / "foreign")}
+    refused = server.send("POST", "/v1/load_lora_adapter", body)
+    assert refused.status_code == 400 and "does not fit this base" in refused.text
+    assert "late" not in server.send("GET", "/v1/models").text
+    assert server.send("POST", COMPLETIONS, {"model": "late", "prompt": "a"}).status_code == 404
+    body["lora_path"] = str(folder / "own")
+    assert server.send("POST", "/v1/load_lora_adapter", body).status_code == 200
+    answer = server.post("/tokenize", model="late", prompt="<|sql|>")
+    assert answer["count"] == 1
+    # In place, the name keeps the adapter that it had.
+    body |= {"lora_path": str(folder / "broken"), "load_inplace": True}
+    assert server.send("POST", "/v1/load_lora_adapter", body).status_code == 400
+    assert server.post("/tokenize", model="late", prompt="<|sql|>")["count"] == 1
+    del body["lora_path"], body["load_inplace"]
+    assert server.send("POST", "/v1/unload_lora_adapter", body).status_code == 200
 
 
 def test_other_servers_apis_read_and_write_by_the_adapters_tokenizer(

@@ -105,7 +105,8 @@ def anthropic_endpoints(context: Context) -> list[Endpoint]:
         [token_ids] = await off_loop(
             len(str(body.messages)),
             lambda: encode(asked, plan, codec, limit),
-            is_own=codec is context.backend.codec,
+            codec=codec,
+            base=context.backend.codec,
         )
         return json_response({"input_tokens": len(token_ids)})
 

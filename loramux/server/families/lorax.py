@@ -342,7 +342,8 @@ async def _tokenize(context: Context, request: Request) -> Response:
         )
         return _places(codec, body.inputs, token_ids)
 
-    return json_response(await off_loop(len(body.inputs), work))
+    places = await off_loop(len(body.inputs), work, codec=codec, base=context.backend.codec)
+    return json_response(places)
 
 
 def _places(codec: TextCodec, text: str, token_ids: Sequence[int]) -> list[TokenPlace]:

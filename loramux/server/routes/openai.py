@@ -193,7 +193,8 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=arguments,
         ),
-        is_own=codec is context.backend.codec,
+        codec=codec,
+        base=context.backend.codec,
     )
     http.state.tool_notes = plan.notes
     request = replace(
@@ -377,7 +378,12 @@ async def _open_completion(
         )
         return tuple(truncation.cut(token_ids, max_model_len))
 
-    encoded = await off_loop(len(raw), lambda: tuple(map(encode, prompts)))
+    encoded = await off_loop(
+        len(raw),
+        lambda: tuple(map(encode, prompts)),
+        codec=request.codec,
+        base=context.backend.codec,
+    )
     request = replace(request, prompts=encoded, report=token_report(body))
     generation = open_generation(context, http, request, draft)
     return generation, _writers(generation, prompts, request.codec, echo=bool(body.echo))

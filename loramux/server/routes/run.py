@@ -81,7 +81,8 @@ async def _open_run(context: Context, http: Request, draft: ReceiptDraft) -> Gen
     token_ids = await off_loop(
         len(raw),
         lambda: _encode(context, codec, body),
-        is_own=codec is context.backend.codec,
+        codec=codec,
+        base=context.backend.codec,
     )
     return open_generation(context, http, replace(request, prompts=(tuple(token_ids),)), draft)
 

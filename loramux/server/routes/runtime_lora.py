@@ -159,8 +159,9 @@ async def _load(context: HostContext, asked: LoadRequest) -> str:
             raise _invalid(f"The name '{name}' is given to an adapter of another model.")
         host.require_ready()
         is_real = bool(context.options.allowed_roots) and not is_remote(source)
-        card = await host.names.load(name, folder, is_real=is_real)
-        await _read_weights(host, card.cid)
+        card = await host.names.load(
+            name, folder, is_real=is_real, check=lambda card: _read_weights(host, card.cid)
+        )
     except (AdapterNotFound, SourceNotFound) as error:
         raise _not_found(name) from error
     except AdapterRefused as error:
@@ -254,7 +255,8 @@ def _refused(asked: LoadRequest, error: AdapterRefused) -> VllmError:
     message = str(error).replace(asked.lora_path, "<path>")
     if error.code == RANK_CODE:
         message = f"{RANK_PHRASE}: {message}"
-    return VllmError(500, "InternalServerError", message)
+    # vLLM says 500, which monitors take for a fault of the server.
+    return VllmError(400, "BadRequestError", message)
 
 
 async def _read(context: HostContext, request: Request, kind: type[Any]) -> Any:

@@ -51,7 +51,8 @@ def token_routes(context: Context) -> APIRouter:
         answer = await off_loop(
             num_bytes,
             lambda: _tokenize(context, codec, body),
-            is_own=codec is context.backend.codec,
+            codec=codec,
+            base=context.backend.codec,
         )
         return json_response(answer)
 

@@ -203,13 +203,13 @@ REFUSED_ADAPTERS = {
 
 
 @pytest.mark.parametrize("phrase", REFUSED_ADAPTERS)
-def test_a_refused_adapter_is_500_with_vllms_phrase(phrase: str) -> None:
+def test_a_refused_adapter_is_400_with_vllms_phrase(phrase: str) -> None:
     app, backend = serve()
     backend.refusal = REFUSED_ADAPTERS[phrase]
     response = post(app, LOAD, {"lora_name": "a", "lora_path": "/secret/place"})
     error = response.json()["error"]
-    assert response.status_code == error["code"] == 500
-    assert error["type"] == "InternalServerError" and phrase in error["message"]
+    assert response.status_code == error["code"] == 400
+    assert error["type"] == "BadRequestError" and phrase in error["message"]
     assert str(backend.refusal) in error["message"]
 
 
