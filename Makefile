@@ -32,7 +32,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of Python processes, each of which would compile every module once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup serve draw check test test-all test-clients test-ray test-plain bench docs ui clean
+.PHONY: help setup serve draw check test test-slow test-all test-clients test-ray test-plain bench docs ui clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,13 +58,17 @@ check: $(STAMP) ## Formatting, lint, types, import contract, structure and langu
 PYTEST := $(BIN)/pytest --timeout=300
 PARALLEL := -n logical --maxprocesses=4 --dist=loadfile
 
-test: $(STAMP) ## The fast tests; with ARGS="-k name" or a path only those
+test: $(STAMP) ## The core tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)
 	@$(PYTEST) $(ARGS)
 else
 	@echo "==> compiling CPU kernels (once)" && $(BIN)/python scripts/compile_kernels.py
 	@$(PYTEST) -m "not slow" $(PARALLEL)
 endif
+
+test-slow: $(STAMP) ## The tests that `make test` leaves out: server scenarios, kernel matrices, docs
+	@$(BIN)/python scripts/compile_kernels.py
+	@$(PYTEST) -m slow $(PARALLEL)
 
 test-all: export LORAMUX_HYPOTHESIS := full
 test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, server scenarios, docs

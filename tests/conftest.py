@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -72,7 +73,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test draws the same numbers each time: by its name, so that others may come and go."""
+    """Skip after the deadline; seed the random numbers by the test's name."""
+    deadline = float(os.environ.get("LORAMUX_TEST_DEADLINE", "inf"))
+    if time.time() > deadline:
+        pytest.skip("the time limit of this run is over (LORAMUX_TEST_DEADLINE)")
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -20,6 +20,8 @@ from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import save_model_with_tokenizer
 from tests.serve_factory import running_server
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["hello there", "a longer text of some more words", "x"]
 
 

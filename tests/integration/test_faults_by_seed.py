@@ -35,6 +35,8 @@ from tests.registry_scene import BASE, Scene, client_of, push, send
 from tests.serve_factory import RunningServer
 from tests.small_disk import SmallDisk, read_only, small_disk
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("LORAMUX_FAULT_SEED", "1"))
 NUM_ROUNDS = os.environ.get("LORAMUX_FAULT_ROUNDS")
 NUM_CLIENTS = 5

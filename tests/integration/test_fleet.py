@@ -21,6 +21,8 @@ from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import save_model_with_tokenizer
 from tests.fleet_factory import RunningFleet, running_fleet
 
+pytestmark = pytest.mark.slow
+
 NUM_ADAPTERS = 60
 NUM_CLIENTS = 8
 NUM_TOKENS = 10

@@ -14,6 +14,8 @@ import pytest
 from tests.engine_factory import save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 GOOD: dict[str, dict[str, Any]] = {
     ROUTES[0]: {"model": "base", "prompt": "The", "max_tokens": 1},

@@ -25,6 +25,8 @@ from tests.hostile_requests import HostileRequest, HostileRequests
 from tests.registry_scene import Scene, push
 from tests.serve_factory import RunningServer
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("LORAMUX_HOSTILE_SEED", "1"))
 NUM_FULL = int(os.environ.get("LORAMUX_HOSTILE", "10000"))
 NUM_CLIENTS = 3

@@ -19,6 +19,8 @@ import pytest
 from tests.engine_factory import save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 KEY, OTHER = "first-key-of-the-flag", "second-key-of-the-flag"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 

@@ -26,6 +26,8 @@ from tests.kill_worker import ADAPTER
 from tests.postgres_server import PostgresServer
 from tests.store_factory import write_tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get("LORAMUX_KILL_SEED", "1"))
 NUM_KILLS = os.environ.get("LORAMUX_KILLS")

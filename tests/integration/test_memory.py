@@ -14,6 +14,8 @@ from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 LONG = [{"role": "system", "content": "The quick brown fox jumps over the lazy dog. " * 4}]
 
 

@@ -25,6 +25,8 @@ from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import peft_logits, save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 NUM_STREAMS = int(os.environ.get("LORAMUX_STREAMS", "16"))
 NUM_RELOADS = int(os.environ.get("LORAMUX_RELOADS", "30"))
 NUM_TOKENS = 6

@@ -18,6 +18,8 @@ from tests.model_factory import save_hf_folder, tiny_config
 from tests.serve_factory import running_server
 from tests.tokenizer_factory import save_byte_level
 
+pytestmark = pytest.mark.slow
+
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Paris is the capital of France.", "Bread", "Rome is old, and the capital of Italy."]
 

@@ -226,6 +226,7 @@ def test_sigterm_lets_what_runs_end_and_exits_with_zero(folder: Path, tmp_path: 
         assert running.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_what_takes_too_long_with_an_error_event(folder: Path, tmp_path: Path) -> None:
     flags = ["--model", str(folder / "model"), "--served-model-name", "base", "--drain-s", "0"]
     with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
@@ -267,6 +268,7 @@ def test_gateways_parse_a_scrape_and_routers_a_report(server: RunningServer) -> 
     assert not httpx2.get(f"{server.url}/v1/residency", params=again).json()["full"]
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_engine_behind(folder: Path, tmp_path: Path) -> None:
     flags = ["--model", str(folder / "model"), "--device-memory", "16MiB"]
     with running_server(tmp_path / "log", *flags) as running:
@@ -286,6 +288,7 @@ def is_running(pid: int) -> bool:
     return bool(listing.stdout.strip()) and not listing.stdout.startswith("Z")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -19,6 +19,8 @@ from tests.engine_factory import save_model_with_tokenizer
 from tests.hostile_grammars import bodies
 from tests.serve_factory import running_server
 
+pytestmark = pytest.mark.slow
+
 
 class Place(BaseModel):
     model_config = ConfigDict(extra="forbid")

@@ -32,7 +32,10 @@ from tests.ui_factory import (  # noqa: E402
     watched_page,
 )
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM),
+    pytest.mark.slow,
+]
 MARKUP = "<img src=x onerror=alert(1)>"
 Open = Callable[..., Page]
 

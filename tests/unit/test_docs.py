@@ -26,6 +26,8 @@ from loramux.server.families.table import FAMILIES, OWN
 from tests.hub_server import HubRepository, HubServer
 from tests.serve_factory import NOTHING, RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     ROOT / "README.md",

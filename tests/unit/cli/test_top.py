@@ -153,6 +153,7 @@ def read_until(terminal: int, words: str) -> str:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way_out", ["q", "ctrl-c"])
 def test_a_terminal_is_left_as_it_was(server: ScriptedServer, way_out: str) -> None:
     mine, theirs = pty.openpty()

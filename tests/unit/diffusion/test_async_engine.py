@@ -138,6 +138,7 @@ def test_refusals_do_not_stop_the_engine(use, folder, tmp_path):
     use(work)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_replaced_and_learns_its_adapters(use):
     """kill -9 under load: open images end with an error, and the next ones are as before."""
 
@@ -171,6 +172,7 @@ def test_a_killed_engine_is_replaced_and_learns_its_adapters(use):
     use(work)
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_model_is_refused(tmp_path: Path):
     with pytest.raises(UnsupportedModel, match="model_index"):
         open_engine(ImageEngineOptions(model=tmp_path))

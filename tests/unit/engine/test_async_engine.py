@@ -207,6 +207,7 @@ def test_a_dead_engine_fails_open_requests_and_is_restarted(
     shared.run(use)
 
 
+@pytest.mark.slow
 def test_a_new_engine_learns_adapters_by_need_and_loads_the_hot_ones_first(
     folder: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +363,7 @@ def test_closing_drains_running_requests_and_refuses_new_ones(folder: Path, mode
         own.run(use)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_served_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
     with pytest.raises(UnsupportedModel, match="MambaForCausalLM"), EngineRunner(tmp_path):

@@ -176,6 +176,7 @@ def test_greedy_outputs_do_not_depend_on_the_batch(model: Any, tmp_path: Path) -
     assert engine.pages.num_free == engine.pages.num_pages
 
 
+@pytest.mark.slow
 def test_two_hundred_adapters_are_served_by_a_pool_of_six(model: Any, tmp_path: Path) -> None:
     adapters = [
         write_adapter(

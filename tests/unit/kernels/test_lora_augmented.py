@@ -241,6 +241,7 @@ def rotated(
     torch.testing.assert_close(found.storage, known.storage, **LIMITS[dtype])
 
 
+@pytest.mark.slow
 @each_kernel
 @pairs("tiles", "rows", "long tiles")
 def test_rotate_write(mix: str, launch: AugmentedLaunch, kernels: ModuleType) -> None:

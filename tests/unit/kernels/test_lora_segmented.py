@@ -39,6 +39,7 @@ def check(world: LoraWorld, rows: list[Selection], site: int, *, layer: int = 0)
     torch.testing.assert_close(y.double(), expected, atol=limit, rtol=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "rank", "site"),
     [

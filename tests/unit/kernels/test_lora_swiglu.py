@@ -80,6 +80,7 @@ def test_ctas_loop_over_more_tiles() -> None:
     check(make_world([dict.fromkeys(BOTH, 4)] * 3, launch=launch), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small_rows", [0, 8])
 def test_small_tiles_in_fp12_equal_the_reference(small_rows: int) -> None:
     """They have the splits of few rows, beside tiles and rows with several rank blocks."""

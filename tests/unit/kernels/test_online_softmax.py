@@ -74,6 +74,7 @@ def test_q_has_its_rows_and_zeros(group: int, num_tokens: int, head_dim: int) ->
     assert not out[len(wanted) :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tiles", [1, 2])
 @pytest.mark.parametrize("block_tokens", [16, 32])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (6, 2, 24)])

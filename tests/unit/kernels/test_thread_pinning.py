@@ -10,7 +10,10 @@ import pytest
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux only"),
+    pytest.mark.slow,
+]
 
 SHOW = """
 import os, sys

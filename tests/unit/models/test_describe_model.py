@@ -41,6 +41,7 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert describe_model(file).name == "my-model"
 
 
+@pytest.mark.slow
 def test_a_gguf_file_has_the_shapes_of_its_converted_folder(smollm2_folder: Path) -> None:
     told, made = describe_model(default_model_path()), describe_model(smollm2_folder)
     assert (told.projections, told.num_layers) == (made.projections, made.num_layers)

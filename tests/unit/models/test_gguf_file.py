@@ -219,6 +219,7 @@ def test_missing_file_says_so(tmp_path: Path) -> None:
         converted_folder(tmp_path / "x.gguf")
 
 
+@pytest.mark.slow
 def test_real_weights_are_bit_identical_to_those_of_transformers(smollm2_folder: Path) -> None:
     tensors = load_file(smollm2_folder / "model.safetensors")
     digest = hashlib.sha256()

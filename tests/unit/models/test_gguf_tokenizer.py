@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 from loramux.errors import UnsupportedModel
 from loramux.models.gguf_tokenizer import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 # Made with transformers 5.22, which needs 8 s to read them from the file itself:
 # AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")(text).input_ids
 SMOLLM2_IDS = {

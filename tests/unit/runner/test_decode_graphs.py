@@ -251,6 +251,7 @@ def costly_captures(runner: GpuRunner) -> list[str]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augmented_ranks", [0, 32])
 def test_steps_without_their_graph_run_on_a_larger_one_until_it_is_captured(
     augmented_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def engine_with(
     return engine, cids | {"good": engine.register_adapter(good).cid}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("kernels", "dtype"), SETS)
 def test_an_adapter_that_overflows_changes_no_bit_of_other_rows_and_gets_no_token(

@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from loramux.http_server.error_body import MAX_MESSAGE_CHARACTERS
 from loramux.server.body import decode, json_response
-from loramux.server.errors import MAX_MESSAGE_CHARACTERS
 from loramux.server.wire import CompletionRequest
 from tests.unit.server import asgi_client, bad_bodies
 from tests.unit.server.asgi_client import complete, make_app, post, request

@@ -26,6 +26,8 @@ from tests.image_factory import (
 from tests.image_server import image_client, save_adapters
 from tests.stock_pipeline import StockPipeline
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = {"ink": 0.8, "night": 1.0}
 SIDE = 32
 FIELDS = {"steps": 4, "seed": 7, "max_sequence_length": LENGTH, "prompt": "a red hill"}

@@ -34,6 +34,8 @@ from tests.image_factory import (
 from tests.image_server import image_client, save_adapters
 from tests.stock_pipeline import StockPipeline
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = {"ink": 0.8, "night": 1.0}
 SIZE = {"width": 32, "height": 32}
 BODY = {"prompt": "a red hill", "steps": 3, "seed": 7, "sampler_name": "Euler", **SIZE}

@@ -56,6 +56,7 @@ def assert_tensors(done: Conversion, tensors: dict[str, torch.Tensor]) -> None:
     assert 2 * len(done.adapter.modules) == len(tensors)
 
 
+@pytest.mark.slow
 def test_a_pickle_becomes_safetensors(tmp_path: Path) -> None:
     tensors = lora_tensors(CONFIG)
     source = write_pickle(tmp_path / "plain", tensors)
