@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from loramux.http_server.error_body import encode_error
+from loramux.http_server.lingering import MAX_UNREAD_S, LingeringTransport
 from loramux.http_server.table import Connections, Place
 
 BODY_GRACE_S = 5.0
-# What a client may still send after the answer, so that it gets to read the answer.
-MAX_UNREAD_BYTES, MAX_UNREAD_S = 2**23, 10.0
 # Asks a client that sends no more whether it still reads: all clients skip interim answers.
 STILL_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
+DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
+Headers = Sequence[tuple[bytes, bytes]]
 FIRST_LOOK_S, LOOK_S = 0.05, 1.0
 
 
@@ -41,7 +44,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limits = connections.config
         self._phase = _Phase.HEADERS
         self._since = self._checked_at = self.loop.time()
-        self._num_headers = self._header_bytes = self._body_bytes = self._unread_bytes = 0
+        self._num_headers = self._header_bytes = self._body_bytes = 0
         self._unparsed_bytes = 0
         self._refusal: bytes | None = None
         self._unsent = 0
@@ -51,6 +54,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._lingering = LingeringTransport(
+            transport,
+            is_sending=lambda: self._phase is _Phase.BODY,
+            on_linger=self._begin_lingering,
+        )
+        self.transport = self._lingering  # type: ignore[assignment]
         self._table.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,6 +69,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            self._lingering.discard(len(data))
             return
         if self._phase is _Phase.NOTHING:
             self._begin_headers()
@@ -69,7 +79,7 @@ class GuardedProtocol(HttpToolsProtocol):
         # The parser keeps the beginning of a header until it ends, that of a trailer too.
         self._unparsed_bytes = 0 if is_parsed else self._unparsed_bytes + len(data)
         if self._unparsed_bytes > self._limits.max_header_size:
-            self._fail(answer(431, f"A header has over {self._limits.max_header_size} bytes."))
+            self._refuse(answer(431, f"A header has over {self._limits.max_header_size} bytes."))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the connection of a client that waits for its answer and has sent all it will.
@@ -78,6 +88,8 @@ class GuardedProtocol(HttpToolsProtocol):
         answer that has begun ends at once, as nothing may be written between its parts.
         """
         is_waiting = self._phase is _Phase.NOTHING and not self._is_answered
+        if self._lingering.is_lingering:
+            return False
         if not is_waiting or self.cycle.response_started or self.scope["scheme"] == "https":
             return False
         if self.scope["http_version"] != "1.1":
@@ -100,7 +112,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for bytes that are no valid request."""
-        self._fail(self._refusal or answer(400, "The bytes are no valid HTTP request."))
+        self._refuse(self._refusal or answer(400, "The bytes are no valid HTTP request."))
+
+    def shutdown(self) -> None:
+        """Called by uvicorn when the server ends: clients that still send are not waited for."""
+        if self._is_answered:
+            self._lingering.close_now()
+        else:
+            super().shutdown()
 
     def resume_writing(self) -> None:
         self._unsent_since = self.loop.time()
@@ -120,20 +139,24 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._add_header(len(name) + len(value))
-        super().on_header(name, value)
+        # A proxy has checked the headers alone: trailers would add to them behind its back.
+        if self._phase is _Phase.HEADERS:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        fault = target_fault(self.url, self.headers, self.parser.get_http_version())
+        if fault is not None:
+            self._refusal = answer(400, fault)
+            raise _HeadersRefused
         self._phase, self._since = _Phase.BODY, self.loop.time()
-        self._body_bytes = self._unread_bytes = 0
+        self._body_bytes = self._lingering.unread_bytes = 0
         self._table.set_idle(self, False)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if self.cycle is not None and self.cycle.response_complete:
-            self._unread_bytes += len(body)
-            if self._unread_bytes > MAX_UNREAD_BYTES:
-                self.transport.abort()
+            self._lingering.discard(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -150,8 +173,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def check(self, now: float) -> None:
         """Ends the connection if its client is too slow."""
         elapsed_s, self._checked_at = now - self._checked_at, now
-        if self._is_unread(now):
+        if self._is_unread(now) or (
+            self._lingering.is_lingering and now - self._since > MAX_UNREAD_S
+        ):
             self.transport.abort()
+        elif self.transport.is_closing():
+            pass
         elif self._phase is _Phase.HEADERS:
             if self._is_answered and now - self._since > self._limits.header_timeout_s:
                 self._end(answer(408, "The headers took too long.") if self._has_begun else b"")
@@ -211,9 +238,25 @@ class GuardedProtocol(HttpToolsProtocol):
         """Whether the client has sent a part of a request."""
         return self._header_bytes + self._unparsed_bytes > 0
 
+    def _refuse(self, last: bytes) -> None:
+        """Answer a request that cannot be parsed, and discard the rest of it."""
+        if not self.transport.is_closing() and self._may_answer:
+            self.transport.write(last)
+            self._lingering.linger()
+        else:
+            self.transport.abort()
+
+    def _begin_lingering(self) -> None:
+        self._since = self.loop.time()
+        self._table.set_idle(self, True)
+        self.flow.resume_reading()
+        if not self._is_answered:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def _fail(self, last: bytes) -> None:
         """Ends the connection with an answer, unless another one has begun."""
-        if self._is_answered or not self.cycle.response_started:
+        if self._may_answer:
             self._end(last)
         else:
             self.transport.abort()
@@ -222,7 +265,32 @@ class GuardedProtocol(HttpToolsProtocol):
         """Sends an answer that ends the connection."""
         if not self.transport.is_closing():
             self.transport.write(last)
-            self.transport.close()
+            self._lingering.close_now()
+
+    @property
+    def _may_answer(self) -> bool:
+        return self._is_answered or not self.cycle.response_started
+
+
+def target_fault(target: bytes, headers: Headers, version: str) -> str | None:
+    """Return why it is not certain which host a request is for; None: it is.
+
+    A proxy and this server could take such a request for requests to two hosts.
+    """
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        return "The request has several Host headers. Send one."
+    if not hosts and version != "1.0":
+        return "The request has no Host header. Send one."
+    if target.startswith(b"/") or target == b"*":
+        return None
+    scheme, separator, rest = target.lower().partition(b"://")
+    if not separator or scheme not in DEFAULT_PORTS:
+        return "The target of a request is a path, such as /v1/models."
+    authority, port = re.split(rb"[/?#]", rest, maxsplit=1)[0], DEFAULT_PORTS[scheme]
+    if hosts and authority.removesuffix(port) != hosts[0].strip().lower().removesuffix(port):
+        return "The target of the request names another host than its Host header."
+    return None
 
 
 def answer(status: int, message: str, **headers: str) -> bytes:

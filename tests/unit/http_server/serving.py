@@ -29,6 +29,8 @@ class App:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     released: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    headers: list[list[tuple[bytes, bytes]]] = field(default_factory=list)
+    """Of requests for /headers, when their bodies have ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -42,6 +44,8 @@ class App:
             size += len(message["body"])
             more = message["more_body"]
         self.begun.set()
+        if scope["path"] == "/headers":
+            self.headers.append(list(scope["headers"]))
         while scope["path"] == "/slow" and not self.released.is_set():
             if (await _now(receive)) == "http.disconnect":
                 self.left.set()

@@ -294,3 +294,124 @@ def test_the_request_of_a_client_that_is_gone_is_given_up() -> None:
         await server.app.left.wait()
 
     serve_and(work)
+
+
+TWO_HOSTS = b"GET / HTTP/1.1\r\nHost: here\r\nHost: there\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (TWO_HOSTS, "several Host headers"),
+        (TWO_HOSTS.replace(b"there", b"here"), "several Host headers"),
+        (b"GET / HTTP/1.1\r\n\r\n", "no Host header"),
+        (GET.replace(b" / ", b" http://there/ "), "another host"),
+        (GET.replace(b" / ", b" http://here@there/ "), "another host"),
+        (GET.replace(b" / ", b" http://there?here "), "another host"),
+        (GET.replace(b" / ", b" ftp://here/ "), "is a path"),
+        (b"CONNECT here:80 HTTP/1.1\r\nHost: here:80\r\n\r\n", "is a path"),
+    ],
+)
+def test_a_request_whose_host_is_not_certain_is_refused(sent: bytes, reason: str) -> None:
+    answer = exchange(sent + GET)
+    assert status_of(answer) == 400 and answer.count(b"HTTP/1.1 ") == 1
+    assert reason in error_of(answer)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        GET.replace(b" / ", b" http://HERE/ "),
+        GET.replace(b" / ", b" http://here:80/path "),
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"GET http://here/ HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_a_request_with_one_host_is_answered(sent: bytes) -> None:
+    assert status_of(exchange(sent, keep_alive_s=0.1)) == 200
+
+
+def test_trailers_are_dropped() -> None:
+    trailers = b"X-API-Key: stolen\r\nOrigin: http://there\r\nX-Tenant: other\r\n"
+    body = b"2\r\nhi\r\n0\r\n" + trailers + b"\r\n"
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def work(server: Serving) -> bytes:
+        client = await server.connect()
+        # One request with the trailers in the same packet, one with its body later.
+        await client.send(CHUNKED % b"/headers" + body)
+        await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        await client.send(CHUNKED % b"/headers")
+        await client.send(body)
+        answer = await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        seen.extend(server.app.headers)
+        await client.send(GET)
+        await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        return answer
+
+    assert status_of(serve_and(work)) == 200
+    assert seen == [[(b"host", b"here"), (b"transfer-encoding", b"chunked")]] * 2
+
+
+BODY_BYTES = 20 * 2**20
+
+
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_a_client_that_sends_all_of_a_refused_body_reads_the_answer(connection: bytes) -> None:
+    head = b"POST /refused HTTP/1.1\r\nHost: here\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n"
+
+    async def work(server: Serving) -> bytes:
+        client = await server.connect()
+        await client.send(head % (connection, BODY_BYTES))
+        await server.app.begun.wait()
+        await client.send(b"x" * BODY_BYTES)
+        # No suppressed ConnectionError, as read_to_end() has: a reset fails the test.
+        answer = await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        if connection == b"close":
+            assert await client.reader.read() == b""
+        else:
+            await client.send(GET)
+            answer = await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        return answer
+
+    assert status_of(serve_and(work)) == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: a\r\nHost: b\r\nContent-Length: %d\r\n\r\n", 400),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\n" + b"X: 1\r\n" * 200 + b"Content-Length: %d\r\n\r\n",
+            431,
+        ),
+    ],
+)
+def test_a_refusal_of_headers_is_read_by_a_client_that_sends_its_body(
+    head: bytes, status: int
+) -> None:
+    async def work(server: Serving) -> bytes:
+        client = await server.connect()
+        await client.send(head % BODY_BYTES + b"x" * BODY_BYTES)
+        return await client.reader.read()
+
+    assert status_of(serve_and(work)) == status
+
+
+def test_a_client_that_never_ends_its_refused_body_is_left_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loramux.http_server.protocol.MAX_UNREAD_S", 0.1)
+
+    async def work(server: Serving) -> bytes:
+        client = await server.connect()
+        await client.send(
+            (LENGTH % b"/refused").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        )
+        answer = await client.read_to_end()
+        # The server's side is closed; the connection goes when its time has passed.
+        while server.server.server_state.connections:
+            await asyncio.sleep(0.01)
+        return answer
+
+    assert status_of(serve_and(work, body_timeout_s=0.2)) == 200
