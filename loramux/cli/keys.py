@@ -291,4 +291,8 @@ def key_table(keys: Iterable[KeyRecord]) -> Table:
 
 
 def time_text(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    # Older servers made keys that end at any number of seconds.
+    except (OverflowError, ValueError, OSError):
+        return "after 9999"

@@ -6,17 +6,24 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection
 
-from loramux.errors import InvalidRequest, RecordNotFound
+from loramux.errors import InvalidRequest, QuotaExceeded, RecordNotFound
 from loramux.registry.audit import Action, Event
 from loramux.registry.changes import Changing
 from loramux.registry.database import Database
-from loramux.registry.keys import KeyRecord, KeyRights, NewKey, make_key
+from loramux.registry.keys import (
+    MAX_KEYS_OF_TENANT,
+    MAX_LIFETIME_S,
+    KeyRecord,
+    KeyRights,
+    NewKey,
+    make_key,
+)
 from loramux.registry.names import AdapterName, check_name, parse_version
 from loramux.registry.records import ALL_TENANTS, Share
 from loramux.registry.rows import access as rows
@@ -80,12 +87,17 @@ class AccessRecords:
         note: str = "",
         expires_in_s: float | None = None,
         limits: Mapping[str, int | None] = MappingProxyType({}),
+        not_after: float | None = None,
     ) -> NewKey:
-        """Makes a key; its text cannot be read again."""
+        """Make a key; its text cannot be read again.
+
+        `not_after`: when its maker's own key or token ends, and so the new key at the latest.
+        """
         details = {**_rights_details(rights), **({"limits": dict(limits)} if limits else {})}
         event = Event(Action.KEY_CREATE, rights.tenant or "", "", details)
         with self._changing(event) as connection:
-            new = self._add_key(connection, rights, note, expires_in_s)
+            until = _expiry(expires_in_s, now=self._clock(), not_after=not_after)
+            new = self._add_key(connection, rights, note, until)
             event.target = new.record.key_id
             _set_limits(connection, new, change_limits(NO_LIMITS, limits))
         return new
@@ -105,26 +117,35 @@ class AccessRecords:
         return key
 
     def rotate_key(
-        self, key_id: str, *, overlap_s: float = 0.0, tenant: str | None = None
+        self,
+        key_id: str,
+        *,
+        overlap_s: float = 0.0,
+        tenant: str | None = None,
+        not_after: float | None = None,
     ) -> NewKey:
-        """Makes a key with the same rights and limits; the old one stays valid for the overlap.
+        """Make a key with the same rights and limits; the old one stays valid for the overlap.
 
-        With a tenant, only a key of that tenant is rotated.
+        What the old key has used counts on. With a tenant, only a key of that tenant is rotated.
+        `not_after`: as for create_key.
         """
-        if not 0 <= overlap_s < math.inf:
-            raise InvalidRequest("The overlap must be 0 or more seconds.", param="overlap_s")
+        if not 0 <= overlap_s <= MAX_LIFETIME_S:
+            raise InvalidRequest(
+                f"The overlap must be 0 to {MAX_LIFETIME_S:.0f} seconds.", param="overlap_s"
+            )
         event = Event(Action.KEY_ROTATE, tenant or "", key_id, {"overlap_s": overlap_s})
         with self._changing(event) as connection:
             old = self._valid_key(connection, key_id, tenant)
             event.tenant = old.rights.tenant or ""
-            new = self._add_key(connection, old.rights, old.note, None)
-            _set_limits(connection, new, limits_of_key(connection, key_id))
+            lifetime_s = None
             if old.expires_at is not None:
-                lifetime_s = old.expires_at - old.created_at
-                expiry = new.record.created_at + lifetime_s
-                rows.set_expiry(connection, new.record.key_id, expiry)
-                new = replace(new, record=replace(new.record, expires_at=expiry))
+                # Older servers set no bound.
+                lifetime_s = min(old.expires_at - old.created_at, MAX_LIFETIME_S)
+            until = _expiry(lifetime_s, now=self._clock(), not_after=not_after)
+            bucket, limits = rows.bucket_of(connection, key_id), limits_of_key(connection, key_id)
             rows.set_revoked(connection, key_id, self._clock() + overlap_s)
+            new = self._add_key(connection, old.rights, old.note, until, bucket)
+            _set_limits(connection, new, limits)
             event.details["new_key"] = new.record.key_id
         return new
 
@@ -165,17 +186,26 @@ class AccessRecords:
             rows.set_fair_share(connection, tenant_id, fair_share)
 
     def _add_key(
-        self, connection: Connection, rights: KeyRights, note: str, expires_in_s: float | None
+        self,
+        connection: Connection,
+        rights: KeyRights,
+        note: str,
+        expires_at: float | None,
+        bucket: str | None = None,
     ) -> NewKey:
-        if expires_in_s is not None and not 0 < expires_in_s < math.inf:
-            raise InvalidRequest("A key expires after more than 0 seconds.", param="expires_in_s")
         now = self._clock()
-        expires_at = None if expires_in_s is None else now + expires_in_s
         new = make_key(rights, note=note, now=now, expires_at=expires_at)
         tenant, tenant_id = rights.tenant, None
         if tenant is not None:
             tenant_id = rows.make_tenant(connection, tenant, now=now)
-        rows.add_key(connection, new.record, tenant_id)
+            if rows.count_valid_keys(connection, tenant_id, now) >= MAX_KEYS_OF_TENANT:
+                raise QuotaExceeded(
+                    f"The tenant {tenant} has {MAX_KEYS_OF_TENANT} valid keys, which is the most. "
+                    "Revoke the unused ones.",
+                    limit="keys",
+                )
+            rows.forget_ended_keys(connection, tenant_id, now, kept=MAX_KEYS_OF_TENANT)
+        rows.add_key(connection, new.record, tenant_id, bucket)
         return new
 
     def _valid_key(
@@ -199,6 +229,24 @@ class AccessRecords:
         with self._begin(event) as change:
             yield change.connection
             change.note_access()
+
+
+def _expiry(
+    expires_in_s: float | None, *, now: float, not_after: float | None = None
+) -> float | None:
+    """Return when a new key expires; None: never. Raises InvalidRequest."""
+    if expires_in_s is not None and not 0 < expires_in_s <= MAX_LIFETIME_S:
+        raise InvalidRequest(
+            f"A key expires after more than 0 and at most {MAX_LIFETIME_S:.0f} seconds (100 "
+            "years). Leave expires_in_s out for a key without an end.",
+            param="expires_in_s",
+        )
+    ends = [] if expires_in_s is None else [now + expires_in_s]
+    if not_after is not None:
+        if not_after <= now:
+            raise InvalidRequest("The key or token of the caller has ended.")
+        ends.append(not_after)
+    return min(ends, default=None)
 
 
 def _rights_details(rights: KeyRights) -> dict[str, Any]:

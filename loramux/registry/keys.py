@@ -19,6 +19,9 @@ ID_DIGITS = 12
 MAX_KEY_CHARACTERS = 256
 MAX_NOTE_CHARACTERS = 128
 MAX_PATTERNS = 100
+MAX_KEYS_OF_TENANT = 1000
+"""Valid keys; as many ended ones are kept."""
+MAX_LIFETIME_S = 100 * 365 * 86_400.0
 ACTIVE, EXPIRED, REVOKED = "active", "expired", "revoked"
 PATTERN = re.compile(r"[A-Za-z0-9._/*?\[\]!:-]{1,256}", re.ASCII)
 _KEY = re.compile(

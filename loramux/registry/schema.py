@@ -85,6 +85,8 @@ api_keys = Table(
     Column("revoked_at", Double),
     # NULL: no limits.
     Column("limits", JSON(none_as_null=True)),
+    # The key of which this one is a rotation, and whose use counts on; NULL: its own id.
+    Column("bucket", String(16)),
 )
 
 # Public keys whose signatures of adapters the tenant accepts.

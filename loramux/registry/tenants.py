@@ -71,10 +71,14 @@ class TenantRecords:
         with self._database.reading() as connection:
             return _info(connection, name)
 
-    def rate_limits(self) -> tuple[dict[str, TenantSettings], dict[str, Limits]]:
-        """Returns the settings of all tenants and the limits of all keys that have any."""
+    def rate_limits(self) -> tuple[dict[str, TenantSettings], dict[str, Limits], dict[str, str]]:
+        """Return the settings of all tenants, limits of keys, and the buckets of rotated keys."""
         with self._database.reading() as connection:
-            return rows.all_settings(connection), rows.limits_of_keys(connection)
+            return (
+                rows.all_settings(connection),
+                rows.limits_of_keys(connection),
+                rows.buckets_of_keys(connection),
+            )
 
     def set(self, name: str, changes: SettingChanges) -> TenantInfo:
         """Changes the settings of a tenant, which is created if needed."""

@@ -126,6 +126,7 @@ def caller_of_key(record: KeyRecord) -> Caller:
         key_id=record.key_id,
         adapters=rights.adapters,
         may_use_base=rights.may_use_base,
+        ends_at=record.ends_at,
         is_operator=rights.tenant is None,
     )
 

@@ -29,6 +29,8 @@ class Caller:
     """Patterns of the adapters that the key may use; None: all that its tenant may use."""
     may_use_base: bool = True
     """Whether the base may answer without an adapter."""
+    ends_at: float | None = None
+    """When the key or token ends; None: never."""
     is_operator: bool = True
     """Not bound to a tenant: sees the adapters, receipts and metrics of all."""
 

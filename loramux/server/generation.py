@@ -104,6 +104,13 @@ class Generation:
     """The charge on the limits of the caller; None: it has none."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
+    def reservation(self) -> tuple[int, int]:
+        """Return the tokens of the prompts, and the most that the answers may have."""
+        requests = self.engine_requests
+        # Requests for vectors have max_tokens 0.
+        answers = (one.params.n * one.params.max_tokens for one in requests)
+        return sum(len(one.prompt_token_ids) for one in requests), sum(answers)
+
     def choice_index(self, request_index: int, delta: Delta) -> int:
         return request_index * self.request.params.n + delta.index
 
@@ -243,7 +250,7 @@ async def run(context: Context, generation: Generation) -> Deltas:
     draft, admission = generation.draft, generation.admission
     try:
         if admission is not None:
-            admission.begin(sum(len(prompt) for prompt in generation.request.prompts))
+            admission.begin(*generation.reservation())
         streams = [_run_one(context, generation, one) for one in generation.engine_requests]
         async with aclosing(_run_all(streams)) as deltas:
             async for index, delta in deltas:

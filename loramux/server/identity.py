@@ -37,6 +37,7 @@ MAX_STALE_S = 3600.0
 FETCH_TIMEOUT_S = 5.0
 MAX_DOCUMENT_BYTES = 2**20
 MAX_SUBJECT_CHARACTERS = 64
+MAX_TIME = 2**53
 DISCOVERY = "/.well-known/openid-configuration"
 SCOPE_PREFIX = "loramux:"
 _INVALID = "The token is not valid"
@@ -108,6 +109,7 @@ class IdentityTokens:
             tenant=str(tenant),
             scopes=scopes_of(claim_of(claims, self._rules.scopes_claim)),
             key_id=f"jwt:{subject}" if subject.isprintable() else "jwt:",
+            ends_at=float(min(int(claims["exp"]), MAX_TIME)),
             is_operator=False,
         )
 

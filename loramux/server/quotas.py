@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from loramux.errors import RateLimited
 from loramux.registry.records import RecentUse
 from loramux.token_bucket import Clock, TokenBucket
 from loramux.types.limits import DEFAULT_SETTINGS, LIMITS, NO_LIMITS, Limits, TenantSettings
 
+NO_BUCKETS: Mapping[str, str] = MappingProxyType({})
 SECONDS = 60.0
 RETRY_CONCURRENT_S = 1.0
+_Given = tuple[Mapping[str, TenantSettings], Mapping[str, Limits], Mapping[str, str]]
 
 
 class Account:
@@ -40,18 +43,22 @@ class Account:
             else:
                 bucket.resize(value, value / SECONDS)
 
-    def check(self, num_tokens: int) -> None:
-        """Raises RateLimited if a request with so many prompt tokens may not begin now."""
+    def check(self, num_prompt_tokens: int, num_answer_tokens: int = 0) -> None:
+        """Raise RateLimited if a request may not begin now that may use so many tokens."""
         running = self.limits.concurrent_requests
         if running is not None and self.num_running >= running:
             raise self._refusal("concurrent_requests", running, 0, RETRY_CONCURRENT_S)
         for limit, bucket in self.buckets.items():
             # Tokens in debt refuse even a request whose prompt is not known yet.
-            amount = 1 if limit == "requests_per_minute" else max(num_tokens, 1)
+            num_tokens = max(num_prompt_tokens + num_answer_tokens, 1)
+            amount = 1 if limit == "requests_per_minute" else num_tokens
             wait_s = bucket.wait_s(amount)
             if wait_s:
-                left = max(0, math.floor(bucket.level))
-                raise self._refusal(limit, int(bucket.capacity), left, wait_s, amount)
+                value, left = int(bucket.capacity), max(0, math.floor(bucket.level))
+                need = f"needs {amount}"
+                if num_answer_tokens and limit == "tokens_per_minute":
+                    need = _need(num_prompt_tokens, num_answer_tokens, value)
+                raise self._refusal(limit, value, left, wait_s, need)
 
     def begin(self, num_tokens: int) -> None:
         self.num_running += 1
@@ -69,13 +76,13 @@ class Account:
                 self.buckets[limit].take(amount)
 
     def _refusal(
-        self, limit: str, value: int, left: int, wait_s: float, amount: int = 1
+        self, limit: str, value: int, left: int, wait_s: float, need: str = ""
     ) -> RateLimited:
         said = f"{self.name} may use {value} {LIMITS[limit]}, and {left} are left"
         if wait_s < math.inf:
             said += f"; try again in {math.ceil(wait_s)} s."
             return RateLimited(said, limit=limit, retry_after_s=wait_s)
-        said += f". This request needs {amount}: ask for less, or have the limit raised."
+        said += f". This request {need}: ask for less, or have the limit raised."
         return RateLimited(said, limit=limit, retry_after_s=None)
 
 
@@ -89,22 +96,39 @@ class QuotaTable:
         self._clock = clock
         self._tenants: dict[str, Account] = {}
         self._keys: dict[str, Account] = {}
+        self._buckets: dict[str, Account] = {}
+        """Accounts of keys by the first key of which they are rotations."""
         self._settings: Mapping[str, TenantSettings] = {}
         self._key_limits: Mapping[str, Limits] = {}
-        self._next: tuple[Mapping[str, TenantSettings], Mapping[str, Limits]] | None = None
+        self._next: _Given | None = None
 
-    def replace(self, tenants: Mapping[str, TenantSettings], keys: Mapping[str, Limits]) -> None:
-        """Sets the limits of all tenants and keys; running requests and used tokens stay."""
-        self._next = (tenants, keys)
+    def replace(
+        self,
+        tenants: Mapping[str, TenantSettings],
+        keys: Mapping[str, Limits],
+        buckets: Mapping[str, str] = NO_BUCKETS,
+    ) -> None:
+        """Sets the limits of all tenants and keys; running requests and used tokens stay.
+
+        `keys`: the oldest first; `buckets`: the first key of the rotations of each key.
+        """
+        self._next = (tenants, keys, buckets)
 
     def _follow(self) -> None:
         """Applies what replace() was given since the last call."""
         if self._next is None:
             return
-        (self._settings, self._key_limits), self._next = self._next, None
+        (self._settings, self._key_limits, buckets), self._next = self._next, None
         named = {tenant: one.limits for tenant, one in self._settings.items()}
         self._tenants = self._accounts("tenant", named, self._tenants)
-        self._keys = self._accounts("API key", self._key_limits, self._keys)
+        # A key and its rotations share a bucket, with the limits of the newest.
+        newest = {buckets.get(key, key): key for key in self._key_limits}
+        shared = {bucket: self._key_limits[key] for bucket, key in newest.items()}
+        self._buckets = self._accounts("API key", shared, self._buckets)
+        for bucket, account in self._buckets.items():
+            account.name = f"The API key {newest[bucket]}"
+        found = {key: self._buckets.get(buckets.get(key, key)) for key in self._key_limits}
+        self._keys = {key: account for key, account in found.items() if account is not None}
 
     def _accounts(
         self, kind: str, limits: Mapping[str, Limits], known: Mapping[str, Account]
@@ -150,17 +174,20 @@ class Admission:
         self._num_charged = 0
         self._is_running = False
 
-    def check(self, num_prompt_tokens: int = 0) -> None:
-        """Raises RateLimited if the request may not begin now; 0: whatever its prompt is."""
+    def check(self, num_prompt_tokens: int = 0, num_answer_tokens: int = 0) -> None:
+        """Raise RateLimited if the request may not begin now; 0: whatever it may use."""
         for account in self._accounts:
-            account.check(num_prompt_tokens)
+            account.check(num_prompt_tokens, num_answer_tokens)
 
-    def begin(self, num_prompt_tokens: int) -> None:
-        """Charges the request and its prompt, or raises RateLimited and charges nothing."""
-        self.check(num_prompt_tokens)
+    def begin(self, num_prompt_tokens: int, num_answer_tokens: int = 0) -> None:
+        """Reserve the prompt and the longest answers, or raise RateLimited and charge nothing.
+
+        end() gives back the unused part, so that requests at the same time exceed no limit.
+        """
+        self.check(num_prompt_tokens, num_answer_tokens)
+        self._num_charged = num_prompt_tokens + num_answer_tokens
         for account in self._accounts:
-            account.begin(num_prompt_tokens)
-        self._num_charged = num_prompt_tokens
+            account.begin(self._num_charged)
         self._is_running = True
 
     def end(self, num_tokens: int | None) -> None:
@@ -189,6 +216,14 @@ class Admission:
                 headers[f"x-ratelimit-remaining-{word}"] = str(left)
                 headers[f"x-ratelimit-reset-{word}"] = duration_text(reset_s)
         return headers
+
+
+def _need(num_prompt_tokens: int, num_answer_tokens: int, limit: int) -> str:
+    room = limit - num_prompt_tokens
+    said = f"may use {num_prompt_tokens + num_answer_tokens}, {num_prompt_tokens} of its prompt"
+    if room <= 0:
+        return said
+    return f"{said} and {num_answer_tokens} of max_tokens times n, which fits up to {room}"
 
 
 def duration_text(seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, select, text, update
+from sqlalchemy import Connection, Row, delete, func, or_, select, text, update
 
 from loramux.errors import AdapterNotFound
 from loramux.registry.database import insert_into
@@ -57,7 +57,9 @@ def fair_shares(connection: Connection) -> dict[str, float]:
     return {row.name: row.fair_share for row in connection.execute(statement)}
 
 
-def add_key(connection: Connection, key: KeyRecord, tenant_id: int | None) -> None:
+def add_key(
+    connection: Connection, key: KeyRecord, tenant_id: int | None, bucket: str | None
+) -> None:
     rights = key.rights
     connection.execute(
         insert_into(connection, api_keys).values(
@@ -71,8 +73,40 @@ def add_key(connection: Connection, key: KeyRecord, tenant_id: int | None) -> No
             may_use_base=rights.may_use_base,
             created_at=key.created_at,
             expires_at=key.expires_at,
+            bucket=bucket,
         )
     )
+
+
+def bucket_of(connection: Connection, key_id: str) -> str:
+    """Return the id of the first key of which this one is a rotation, or its own id."""
+    bucket = connection.scalar(select(api_keys.c.bucket).where(api_keys.c.key_id == key_id))
+    return bucket or key_id
+
+
+def count_valid_keys(connection: Connection, tenant_id: int, now: float) -> int:
+    columns = api_keys.c
+    statement = select(func.count()).where(
+        columns.tenant_id == tenant_id,
+        or_(columns.expires_at.is_(None), columns.expires_at > now),
+        or_(columns.revoked_at.is_(None), columns.revoked_at > now),
+    )
+    return int(connection.scalar(statement) or 0)
+
+
+def forget_ended_keys(connection: Connection, tenant_id: int, now: float, *, kept: int) -> None:
+    """Delete all but the newest keys of a tenant that have ended; the audit log names them."""
+    columns = api_keys.c
+    has_ended = or_(columns.expires_at <= now, columns.revoked_at <= now)
+    ended = (
+        select(columns.key_id)
+        .where(columns.tenant_id == tenant_id, has_ended)
+        .order_by(columns.created_at.desc(), columns.key_id)
+        .offset(kept)
+    )
+    found = list(connection.scalars(ended))
+    if found:
+        connection.execute(delete(api_keys).where(columns.key_id.in_(found)))
 
 
 def list_keys(connection: Connection) -> list[KeyRecord]:
@@ -85,11 +119,6 @@ def list_keys(connection: Connection) -> list[KeyRecord]:
 def set_revoked(connection: Connection, key_id: str, at: float) -> None:
     statement = update(api_keys).where(api_keys.c.key_id == key_id)
     connection.execute(statement.values(revoked_at=at))
-
-
-def set_expiry(connection: Connection, key_id: str, at: float) -> None:
-    statement = update(api_keys).where(api_keys.c.key_id == key_id)
-    connection.execute(statement.values(expires_at=at))
 
 
 def key_of(row: Row[Any]) -> KeyRecord:

@@ -49,9 +49,18 @@ def limits_of_key(connection: Connection, api_key_id: str) -> Limits:
 
 
 def limits_of_keys(connection: Connection) -> dict[str, Limits]:
-    """Returns the limits of the keys that have any; a rotated key has them until it ends."""
-    statement = select(api_keys.c.key_id, api_keys.c.limits).where(api_keys.c.limits.is_not(None))
-    return {row.key_id: read_limits(row.limits) for row in connection.execute(statement)}
+    """Return the limits of the keys that have any, the oldest key first."""
+    columns = api_keys.c
+    statement = select(columns.key_id, columns.limits).where(columns.limits.is_not(None))
+    rows = connection.execute(statement.order_by(columns.created_at, columns.key_id))
+    return {row.key_id: read_limits(row.limits) for row in rows}
+
+
+def buckets_of_keys(connection: Connection) -> dict[str, str]:
+    """Return the bucket of each key that is a rotation of another."""
+    columns = api_keys.c
+    statement = select(columns.key_id, columns.bucket).where(columns.bucket.is_not(None))
+    return {row.key_id: row.bucket for row in connection.execute(statement)}
 
 
 def set_limits_of_key(connection: Connection, api_key_id: str, limits: Limits) -> bool:

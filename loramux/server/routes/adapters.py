@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.backend import AdapterUse
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.metrics.traffic import AdapterTraffic, Traffic
@@ -85,7 +86,8 @@ def adapter_routes(context: HostContext) -> APIRouter:
         given = host.names.find(name) if view.sees_given(name) else None
         if given is not None and given.cid is None:
             return json_response(_unread_entry(host, host.names.unread()[given.path], view))
-        cid = name if given is None and name in host.backend.adapters else None
+        # A CID that the caller does not see takes the path of one that nobody has.
+        cid = name if given is None and name.startswith(CID_PREFIX) else None
         cid = cid if given is None else given.cid
         if cid is None and context.registry is not None:
             return json_response(await _registry_entry(context, name, view))

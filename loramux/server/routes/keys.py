@@ -49,15 +49,20 @@ def key_routes(context: HostContext) -> APIRouter:
         body, _ = await read_json(request, KeyRequest, max_bytes=context.options.max_body_bytes)
         event = Event(Action.KEY_CREATE, body.tenant or caller_of(request).tenant, "")
         async with recording_refusal(context, request, event):
+            manager = _manager(request)
             rights = KeyRights(
-                tenant=_tenant(_manager(request), body.tenant),
+                tenant=_tenant(manager, body.tenant),
                 scopes=frozenset(body.scopes),
                 adapters=None if body.adapters is None else tuple(body.adapters),
                 may_use_base=body.may_use_base,
             )
             new = await QUERIES.run(
                 lambda: access.create_key(
-                    rights, note=body.note, expires_in_s=body.expires_in_s, limits=body.limits
+                    rights,
+                    note=body.note,
+                    expires_in_s=body.expires_in_s,
+                    limits=body.limits,
+                    not_after=manager.ends_at,
                 )
             )
         return await _new_key(context, new)
@@ -81,9 +86,14 @@ def key_routes(context: HostContext) -> APIRouter:
         body, _ = await read_json(request, RotateRequest, max_bytes=context.options.max_body_bytes)
         event = Event(Action.KEY_ROTATE, caller_of(request).tenant, key_id)
         async with recording_refusal(context, request, event):
-            tenant = _manager(request).confined_to
+            manager = _manager(request)
             new = await QUERIES.run(
-                lambda: access.rotate_key(key_id, overlap_s=body.overlap_s, tenant=tenant)
+                lambda: access.rotate_key(
+                    key_id,
+                    overlap_s=body.overlap_s,
+                    tenant=manager.confined_to,
+                    not_after=manager.ends_at,
+                )
             )
         return await _new_key(context, new)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
 
 from loramux.registry.keys import parse_key
@@ -46,11 +48,24 @@ def test_rotate_and_revoke(shell: Shell) -> None:
     assert "no valid key" in shell.run("keys", "revoke", "f" * 12).stderr
 
 
+def test_keys_of_older_servers_without_a_sensible_end_are_listed(shell: Shell) -> None:
+    key_id = shell.json("keys", "create", "--tenant", "acme")["id"]
+    for end in (1e308, 1e12):
+        with sqlite3.connect(shell.data / "registry.db") as database:
+            database.execute("UPDATE api_keys SET expires_at = ?", (end,))
+        database.close()
+        assert "9999" in shell.ok("keys", "list")
+        assert shell.json("keys", "list")["keys"][0]["ends_at"] == end
+    rotated = shell.json("keys", "rotate", key_id)
+    assert rotated["ends_at"] - rotated["created_at"] < 101 * 366 * 86_400
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--scope", "infr"], "Did you mean infer"),
         (["--expires", "soon"], "not a time"),
+        (["--expires", "999999999d"], "100 years"),
         (["--limit", "speed=1"], "no limit"),
         (["--limit", "max_rank"], "not a limit"),
         (["--tenant", "a/b"], "tenant"),

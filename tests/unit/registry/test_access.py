@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from loramux.errors import AdapterNotFound, InvalidRequest, RecordNotFound
+from loramux.errors import AdapterNotFound, InvalidRequest, QuotaExceeded, RecordNotFound
 from loramux.registry.keys import KeyRights, make_key, matches, parse_key
 from loramux.registry.names import AdapterName, CidReference, parse_reference
 from loramux.registry.records import Share
@@ -75,6 +75,53 @@ def test_a_rotated_key_has_the_same_rights_and_the_old_one_ends(
     assert keys[new.record.key_id] == new.record
     assert keys[old.record.key_id].is_valid(clock.now + 19)
     assert not keys[old.record.key_id].is_valid(clock.now + 21)
+
+
+@pytest.mark.parametrize("seconds", [1e308, float("inf"), float("nan"), 0.0, -1.0])
+def test_times_without_bounds_are_refused(registry: Registry, seconds: float) -> None:
+    with pytest.raises(InvalidRequest, match="seconds"):
+        registry.access.create_key(RIGHTS, expires_in_s=seconds)
+    key_id = registry.access.create_key(RIGHTS).record.key_id
+    if seconds != 0:
+        with pytest.raises(InvalidRequest, match="seconds"):
+            registry.access.rotate_key(key_id, overlap_s=seconds)
+    (key,) = registry.access.keys()
+    assert key.ends_at is None
+
+
+def test_a_tenant_has_a_limited_number_of_keys(
+    registry: Registry, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loramux.registry.access.MAX_KEYS_OF_TENANT", 3)
+    access, other = registry.access, replace(RIGHTS, tenant="globex")
+    keys = [access.create_key(RIGHTS).record.key_id for _ in range(2)]
+    keys.append(access.create_key(RIGHTS, expires_in_s=60).record.key_id)
+    with pytest.raises(QuotaExceeded, match="3 valid keys"):
+        access.create_key(RIGHTS)
+    access.create_key(other), access.create_key(replace(RIGHTS, tenant=None))
+    # A rotation replaces a key, unless both are to be valid.
+    keys[0] = access.rotate_key(keys[0]).record.key_id
+    with pytest.raises(QuotaExceeded):
+        access.rotate_key(keys[1], overlap_s=60)
+    assert {key.key_id for key in access.keys(tenant="acme") if key.is_valid(clock.now)} == {*keys}
+    clock.now += 61
+    access.create_key(RIGHTS)
+    # Of ended keys the newest stay; the limit holds for them too.
+    for _ in range(9):
+        clock.now += 1
+        keys[0] = access.rotate_key(keys[0]).record.key_id
+    found = access.keys(tenant="acme")
+    assert len([key for key in found if not key.is_valid(clock.now)]) <= 4
+    assert len([key for key in found if key.is_valid(clock.now)]) == 3
+
+
+def test_rotations_share_the_bucket_of_the_first_key(registry: Registry) -> None:
+    first = registry.access.create_key(RIGHTS, limits={"requests_per_minute": 2}).record.key_id
+    second = registry.access.rotate_key(first).record.key_id
+    third = registry.access.rotate_key(second, overlap_s=5).record.key_id
+    _, limits, buckets = registry.tenants.rate_limits()
+    assert buckets == {second: first, third: first}
+    assert {limits[key].requests_per_minute for key in (first, second, third)} == {2}
 
 
 def test_a_key_may_be_bound_to_no_tenant(registry: Registry) -> None:

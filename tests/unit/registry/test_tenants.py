@@ -64,7 +64,7 @@ def test_settings_are_changed_one_by_one(registry: Registry) -> None:
     info = limit(registry, adapters=None)
     expected = TenantSettings(limits=Limits(tokens_per_minute=1000), share=2.5, require_signed=True)
     assert registry.tenants.show("acme").settings == info.settings == expected
-    assert registry.tenants.rate_limits() == ({"acme": expected}, {})
+    assert registry.tenants.rate_limits() == ({"acme": expected}, {}, {})
     assert [one.name for one in registry.tenants.all()] == ["acme"]
 
 

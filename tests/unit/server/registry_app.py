@@ -15,7 +15,7 @@ from loramux.registry.keys import KeyRights
 from loramux.registry.names import parse_name_reference
 from loramux.registry.registry import Registry
 from loramux.server.app import create_app
-from loramux.server.authentication import CredentialAuthenticator, Credentials
+from loramux.server.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.context import ServerOptions
 from loramux.server.images.drawing import ImageModel
 from loramux.server.receipt_draft import ReceiptIssuer
@@ -97,9 +97,14 @@ Make = Callable[..., RegistryApp]
 
 
 def make_registry_app(
-    folder: Path, *, in_streams: bool = True, has_images: bool = False, **options: Any
+    folder: Path,
+    *,
+    in_streams: bool = True,
+    has_images: bool = False,
+    tokens: TokenVerifier | None = None,
+    **options: Any,
 ) -> RegistryApp:
-    """`has_images`: whether the server has an image model too."""
+    """`has_images`: whether the server has an image model too; `tokens`: of a provider."""
     if not (folder / "registry.db").exists():
         write_empty_registry(folder / "registry.db")
     registry = Registry(folder / "registry.db")
@@ -112,7 +117,11 @@ def make_registry_app(
         ServerOptions(**options),
         # Without keys in the registry, every caller is an operator.
         authenticator=CredentialAuthenticator(
-            Credentials(access=lambda: adapters.access, tenant_header=options.get("tenant_header"))
+            Credentials(
+                access=lambda: adapters.access,
+                tokens=tokens,
+                tenant_header=options.get("tenant_header"),
+            )
         ),
         names=backend.names,
         receipts=ReceiptIssuer(in_streams=in_streams, pool_id="pool", writer=writer),

@@ -27,7 +27,8 @@ from loramux.server.caller import Caller
 from loramux.server.errors import Unauthenticated
 from loramux.server.identity import IdentityTokens, TokenRules, check_url
 from loramux.types.access import KeyScope
-from tests.unit.server.asgi_client import run
+from tests.unit.server.asgi_client import request, run
+from tests.unit.server.registry_app import Make
 from tests.unit.server.test_authentication import ask, bearer
 
 ISSUER, AUDIENCE = "https://login.example.org", "loramux"
@@ -103,6 +104,7 @@ def test_a_token_has_the_tenant_and_the_scopes_of_its_claims(
     caller = check(token(key, algorithm, kid=kid))
     assert (caller.tenant, caller.is_operator, caller.key_id) == ("acme", False, "jwt:alice")
     assert caller.scopes == {KeyScope.INFER, KeyScope.PUSH}
+    assert caller.ends_at == claims()["exp"]
 
 
 def unsigned(header: dict[str, Any], signature: bytes = b"") -> str:
@@ -281,6 +283,18 @@ def test_a_server_accepts_keys_and_tokens_side_by_side(file: Path) -> None:
     assert ask(app, "/v1/receipts", bearer(token())).status_code == 403
     refused = ask(app, "/v1/models", bearer(token(OTHER)))
     assert refused.status_code == 401 and token()[:20] not in refused.text
+
+
+def test_a_key_made_with_a_token_ends_with_the_token(registry_app: Make, file: Path) -> None:
+    served = registry_app(tokens=tokens_of(file))
+    end = int(time.time()) + 300
+    header = bearer(token(exp=end, scope="loramux:admin loramux:infer"))
+    for body in ({}, {"expires_in_s": 1e6}):
+        made = request(served.app, "POST", "/v1/keys", headers=header, json=body)
+        assert (made.status_code, made.json()["ends_at"]) == (200, end), made.text
+        path = f"/v1/keys/{made.json()['id']}/rotate"
+        rotated = request(served.app, "POST", path, headers=header, json={})
+        assert rotated.json()["ends_at"] == pytest.approx(end)
 
 
 def test_the_settings_make_a_verifier(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx2
@@ -76,6 +77,59 @@ def test_foreign_and_missing_adapters_answer_alike_but_for_the_name(tenants: Ten
         if "receipts" not in path:
             assert len(set(answers)) == 1, answers
         assert answers[0] == answers[1]
+
+
+BY_CID = [
+    ("GET", "/v1/adapters/{}", None),
+    ("GET", "/v1/models/{}", None),
+    ("GET", "/v1/doctor/{}", None),
+    ("POST", "/v1/adapters/{}/pin", None),
+    ("DELETE", "/v1/adapters/{}/pin", None),
+    ("POST", "/v1/adapters/{}/warm", None),
+    ("POST", "/v1/adapters/{}/promote", {"version": "1.0.0"}),
+    ("POST", "/v1/adapters/{}/rollback", {}),
+    ("POST", "/v1/adapters/{}/split", {"versions": {"1.0.0": 1}}),
+    ("DELETE", "/v1/adapters/{}", None),
+    ("GET", "/v1/receipts?adapter={}", None),
+    ("GET", "/v1/adapters?search={}&stored=1", None),
+    ("POST", COMPLETIONS, {"model": "CID", "prompt": "hi"}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"model": "CID", "messages": [{"role": "user", "content": ""}]},
+    ),
+    ("POST", "/v1/run", {"artifact": "CID", "input": "hi"}),
+    ("POST", "/generate", {"inputs": "hi", "parameters": {"adapter_id": "CID"}}),
+    ("POST", "/api/show", {"model": "CID"}),
+    ("POST", "/api/generate", {"model": "CID", "prompt": "hi"}),
+    ("POST", "/tokenize", {"model": "CID", "prompt": "hi"}),
+    ("POST", "/v1/load_lora_adapter", {"lora_name": "acme/mine", "lora_path": "CID"}),
+    ("POST", "/v1/unload_lora_adapter", {"lora_name": "CID"}),
+    ("POST", "/v1/images/generations", {"model": "CID", "prompt": "a fox"}),
+]
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_no_route_tells_foreign_content_from_content_that_nobody_has(
+    registry_app: Make, loaded: bool
+) -> None:
+    tenants = Tenants(registry_app, has_images=True)
+    if loaded:
+        assert tenants.use(tenants.globex, "secret") == 200
+    absent = CID + "0" * 64
+    for method, path, body in BY_CID:
+        told = []
+        for cid in (tenants.secret, absent):
+            sent = None if body is None else json.loads(json.dumps(body).replace("CID", cid))
+            answer = tenants.ask(tenants.acme, method, path.format(cid), sent)
+            headers = {name for name in answer.headers if name != "x-loramux-receipt"}
+            text = answer.text.replace(cid, "CID").replace(cid[:100], "CID")
+            told.append((answer.status_code, text, headers))
+        assert told[0] == told[1], (method, path)
+    (entry,) = tenants.ask(tenants.globex, "GET", "/v1/adapters").json()["data"] or [None]
+    assert not loaded or entry["cid"] == tenants.secret
+    own = tenants.ask(tenants.globex, "GET", f"/v1/adapters/{tenants.secret}")
+    assert own.status_code == (200 if loaded else 404)
 
 
 def test_foreign_names_are_never_looked_up(

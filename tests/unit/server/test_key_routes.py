@@ -69,17 +69,34 @@ def test_rotated_and_revoked_keys_end_with_the_answer(registry_app: Make) -> Non
     old, path = bearer(made), f"{PATH}/{made.json()['id']}"
     overlapping = ask(served, admin, "POST", f"{path}/rotate", {"overlap_s": 60})
     new = bearer(overlapping)
-    # The limits go to the new key, and stay with the old one until it ends.
+    # The limits go to the new key, and both share what is left until the old one ends.
     assert overlapping.json()["limits"] == {"requests_per_minute": 2}
-    assert [use(served, old) for _ in range(3)] == [200, 200, 429]
-    assert [use(served, new) for _ in range(3)] == [200, 200, 429]
+    assert [use(served, old), use(served, new)] == [200, 200]
+    assert [use(served, old), use(served, new)] == [429, 429]
     newest = bearer(ask(served, admin, "POST", f"{path}/rotate", {}))
-    assert use(served, old) == 401
+    assert use(served, old) == 401 and use(served, newest) == 429
     path = f"{PATH}/{newest['authorization'].split('_')[1]}"
     revoked = ask(served, admin, "DELETE", path)
     assert (revoked.status_code, revoked.json()["state"]) == (200, "revoked")
     assert use(served, newest) == 401
     assert ask(served, admin, "DELETE", path).status_code == 404
+
+
+def test_a_key_that_ends_makes_keys_that_end_with_it(registry_app: Make) -> None:
+    served = registry_app()
+    operator = served.key(None)
+    made = ask(served, operator, "POST", body={"scopes": ["admin"], "expires_in_s": 600})
+    admin, end = bearer(made), made.json()["ends_at"]
+    child = ask(served, admin, "POST", body={})
+    assert child.json()["ends_at"] == end
+    assert ask(served, admin, "POST", body={"expires_in_s": 9e6}).json()["ends_at"] == end
+    assert ask(served, admin, "POST", body={"expires_in_s": 60}).json()["ends_at"] < end
+    for key in (made, child):
+        rotated = ask(served, admin, "POST", f"{PATH}/{key.json()['id']}/rotate", {"overlap_s": 60})
+        assert rotated.json()["ends_at"] == pytest.approx(end)
+    # A key without an end gives the whole lifetime again.
+    path = f"{PATH}/{made.json()['id']}/rotate"
+    assert ask(served, operator, "POST", path, {}).json()["ends_at"] > end
 
 
 def test_the_admin_of_a_tenant_manages_its_keys_alone(registry_app: Make) -> None:
@@ -169,6 +186,9 @@ def test_changes_of_keys_are_audited_with_their_maker(registry_app: Make) -> Non
         ({"scopes": ["root"]}, "scopes"),
         ({"tenant": "a b"}, None),
         ({"expires_in_s": -1}, "expires_in_s"),
+        ({"expires_in_s": 0}, "expires_in_s"),
+        ({"expires_in_s": 1e308}, "expires_in_s"),
+        ({"expires_in_s": 4e9}, "expires_in_s"),
         ({"limits": {"apples": 1}}, None),
         ({"limits": {"max_rank": -1}}, "max_rank"),
         ({"note": "a\nb"}, "note"),

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 
-from loramux.backend import EngineStats
+from loramux.backend import Delta, EngineStats
+from loramux.errors import EngineStopped
 from loramux.registry.tenants import SettingChanges
 from loramux.types.pooling import ModelPooling, Pooling
+from loramux.types.request import Request
 from loramux.types.routes import INFER, ROUTE_ACCESS
 from tests.unit.server.asgi_client import CHAT, request, run
 from tests.unit.server.registry_app import Make, RegistryApp
+from tests.unit.server.scripted_backend import delta, say_hello
 from tests.unit.server.scripted_images import PICTURE
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -189,6 +194,86 @@ def test_prompt_and_answer_count_as_tokens(registry_app: Make) -> None:
     assert answer.headers["x-ratelimit-limit-tokens"] == "1000"
     left = ask(found, "/v1/completions", {"prompt": "hi"}).headers["x-ratelimit-remaining-tokens"]
     assert 0 < int(left) <= 1000 - usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_at_once_use_no_more_tokens_than_the_limit(
+    registry_app: Make, stream: bool
+) -> None:
+    found = limited(registry_app, tokens_per_minute=200)
+    body = {"prompt": "hi", "max_tokens": 20, "n": 2, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+
+    async def several() -> list[httpx2.Response]:
+        transport = httpx2.ASGITransport(found.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            posts = (client.post("/v1/completions", json=body) for _ in range(30))
+            return list(await asyncio.gather(*posts))
+
+    answers = run(several())
+    statuses = [answer.status_code for answer in answers]
+    # 2 + 2 * 20 tokens each are reserved.
+    assert statuses.count(200) == 4 and set(statuses) == {200, 429}
+    assert all("retry-after" in one.headers for one in answers if one.status_code == 429)
+    # What was not used is given back.
+    used = sum(map(total_tokens, answers))
+    left = found.adapters.quotas.open("default", None)
+    assert left is not None
+    assert int(left.headers()["x-ratelimit-remaining-tokens"]) >= 200 - used
+
+
+async def stop(request: Request) -> AsyncIterator[Delta]:
+    """An engine that is restarted after the first token."""
+    yield delta(request, 0, b"H")
+    raise EngineStopped("The engine was restarted.")
+
+
+def total_tokens(answer: httpx2.Response) -> int:
+    if answer.status_code != 200:
+        return 0
+    if "event-stream" not in answer.headers["content-type"]:
+        return int(answer.json()["usage"]["total_tokens"])
+    last = [line for line in answer.text.splitlines() if '"usage":{' in line][-1]
+    return int(json.loads(last.removeprefix("data: "))["usage"]["total_tokens"])
+
+
+def test_an_answer_that_no_minute_allows_is_refused_with_the_max_tokens_that_fit(
+    registry_app: Make,
+) -> None:
+    found = limited(registry_app, tokens_per_minute=50)
+    for body in ({"max_tokens": 60}, {"max_tokens": 30, "n": 2}):
+        answer = ask(found, "/v1/completions", {"prompt": "hi", **body})
+        assert answer.status_code == 429 and "retry-after" not in answer.headers
+        said = answer.json()["error"]["message"]
+        assert "60 of max_tokens times n, which fits up to 48" in said, said
+    answer = ask(found, "/v1/completions", {"prompt": "hi", "max_tokens": 24, "n": 2})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("failing", ["error", "leaves"])
+def test_what_a_request_without_an_end_reserved_is_given_back(
+    registry_app: Make, failing: str
+) -> None:
+    found = limited(registry_app, tokens_per_minute=60)
+    body = {"prompt": "hi", "max_tokens": 55}
+
+    async def leave() -> None:
+        transport = httpx2.ASGITransport(found.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            task = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not found.backend.requests:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    if failing == "error":
+        found.backend.script = stop
+        assert ask(found, "/v1/completions", body).status_code == 503
+        found.backend.script = say_hello
+    else:
+        run(leave())
+    # Only the prompt and the tokens that were generated stay used.
+    assert ask(found, "/v1/completions", {**body, "max_tokens": 45}).status_code == 200
 
 
 def test_a_request_over_a_limit_that_never_allows_it_is_not_retried(registry_app: Make) -> None:
