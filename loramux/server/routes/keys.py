@@ -45,27 +45,7 @@ def key_routes(context: HostContext) -> APIRouter:
     @router.post("/v1/keys", **changing(KeyRequest, NewKeyEntry))
     async def create_key(request: Request) -> Response:
         """Makes a key; the answer is the only one with its text."""
-        access = _records(context, request)
-        body, _ = await read_json(request, KeyRequest, max_bytes=context.options.max_body_bytes)
-        event = Event(Action.KEY_CREATE, body.tenant or caller_of(request).tenant, "")
-        async with recording_refusal(context, request, event):
-            manager = _manager(request)
-            rights = KeyRights(
-                tenant=_tenant(manager, body.tenant),
-                scopes=frozenset(body.scopes),
-                adapters=None if body.adapters is None else tuple(body.adapters),
-                may_use_base=body.may_use_base,
-            )
-            new = await QUERIES.run(
-                lambda: access.create_key(
-                    rights,
-                    note=body.note,
-                    expires_in_s=body.expires_in_s,
-                    limits=body.limits,
-                    not_after=manager.ends_at,
-                )
-            )
-        return await _new_key(context, new)
+        return await _create(context, request)
 
     @router.delete("/v1/keys/{key_id}", **answering(KeyEntry, 403, 404, 503, path_name="key_id"))
     async def revoke_key(request: Request) -> Response:
@@ -98,6 +78,30 @@ def key_routes(context: HostContext) -> APIRouter:
         return await _new_key(context, new)
 
     return router
+
+
+async def _create(context: HostContext, request: Request) -> Response:
+    access = _records(context, request)
+    body, _ = await read_json(request, KeyRequest, max_bytes=context.options.max_body_bytes)
+    event = Event(Action.KEY_CREATE, body.tenant or caller_of(request).tenant, "")
+    async with recording_refusal(context, request, event):
+        manager = _manager(request)
+        rights = KeyRights(
+            tenant=_tenant(manager, body.tenant),
+            scopes=frozenset(body.scopes),
+            adapters=None if body.adapters is None else tuple(body.adapters),
+            may_use_base=body.may_use_base,
+        )
+        new = await QUERIES.run(
+            lambda: access.create_key(
+                rights,
+                note=body.note,
+                expires_in_s=body.expires_in_s,
+                limits=body.limits,
+                not_after=manager.ends_at,
+            )
+        )
+    return await _new_key(context, new)
 
 
 def _records(context: HostContext, request: Request) -> AccessRecords:
