@@ -86,7 +86,7 @@ def adapter_routes(context: HostContext) -> APIRouter:
         given = host.names.find(name) if view.sees_given(name) else None
         if given is not None and given.cid is None:
             return json_response(_unread_entry(host, host.names.unread()[given.path], view))
-        # A CID that the caller does not see takes the path of one that nobody has.
+        # A CID that the caller does not see takes the path of an unknown one.
         cid = name if given is None and name.startswith(CID_PREFIX) else None
         cid = cid if given is None else given.cid
         if cid is None and context.registry is not None:

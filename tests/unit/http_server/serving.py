@@ -30,7 +30,7 @@ class App:
     released: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     headers: list[list[tuple[bytes, bytes]]] = field(default_factory=list)
-    """Of requests for /headers, when their bodies have ended."""
+    """Headers of the requests for /headers, when their bodies have ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
