@@ -466,6 +466,7 @@ def opened_registry(
     key = None if config.receipt_key is None else read_private_key(Path(config.receipt_key))
     issuer = ReceiptIssuer(
         is_on=is_on,
+        has_digests=config.receipt_contents == "digests",
         in_streams=is_on and (config.receipts == "on" or places is not None),
         pool_id=config.pool_id or socket.gethostname(),
         home_tenant=config.home_tenant,

@@ -29,6 +29,7 @@ from loramux.cli.registry_options import (
 )
 from loramux.cli.registry_view import short_cid, time_text
 from loramux.errors import InvalidRequest, LoramuxError
+from loramux.receipts.claims import ANSWERS, PROMPTS, is_signed, replies_of
 from loramux.receipts.receipt import Verdict, check
 from loramux.registry.names import CidReference, NameReference
 from loramux.registry.records import ReceiptFilter, StoredReceipt
@@ -121,11 +122,13 @@ REASONS = {
     Verdict.UNSIGNED: "is not signed.",
     Verdict.OTHER_KEY: "was signed with another key.",
     Verdict.CHANGED: "is not what was signed.",
+    Verdict.OTHER_TOKENS: "signs other tokens than these.",
 }
 Found = Iterable[tuple[str, Verdict]]
+Bodies = list[tuple[Mapping[str, Any], Verdict]]
 
 
-def verify(
+def verify(  # noqa: PLR0913  (one for each flag)
     key: Annotated[Path, typer.Option(metavar="PUB", help="Public key, FILE.pub of keygen.")],
     receipt_id: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="One receipt of the registry.")
@@ -140,24 +143,66 @@ def verify(
     is_all: Annotated[
         bool, typer.Option("--all", help="The newest 10000 receipts of the registry.")
     ] = False,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(metavar="F", help="File with the token ids of a prompt (JSON), or its text."),
+    ] = None,
+    answer: Annotated[
+        Path | None,
+        typer.Option(metavar="F", help="File with the token ids of an answer, or its text."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="The model's folder, for texts instead of token ids."),
+    ] = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
-    """Verify signatures. The exit status is 0 only if this key signed every receipt unchanged."""
+    """Verify signatures, and that prompts and answers are the signed ones.
+
+    The exit status is 0 only if this key signed every receipt unchanged. Replies in F with
+    return_token_ids are compared with their receipts; --prompt and --answer with the one receipt.
+    """
     with reporting_errors():
         if [receipt_id is not None, file is not None, is_all].count(True) != 1:
             raise InvalidRequest("Give an ID, --file F, or --all.")
         public_key = read_public_key(key)
         if file is not None:
-            raise typer.Exit(show_verdicts(check_file(file, public_key), Console()))
-    with open_registry(registry, data) as opened:
-        verdicts = list(check_stored(opened, receipt_id, public_key))
+            checked = check_file(file, public_key)
+    if file is None:
+        with open_registry(registry, data) as opened:
+            checked = list(check_stored(opened, receipt_id, public_key))
+    with reporting_errors():
+        checked = with_claims(checked, {PROMPTS: prompt, ANSWERS: answer}, tokenizer)
+    verdicts = [(str(body.get("id", "a receipt")), verdict) for body, verdict in checked]
     raise typer.Exit(show_verdicts(verdicts, Console()))
+
+
+def with_claims(
+    checked: Bodies, claims: Mapping[str, Path | None], tokenizer: Path | None
+) -> Bodies:
+    """Compare the one receipt with the files of a prompt and an answer, where given."""
+    given = {name: path for name, path in claims.items() if path is not None}
+    if not given:
+        return checked
+    if len(checked) != 1:
+        raise InvalidRequest("--prompt and --answer are compared with one receipt. Give its ID.")
+    codec = None
+    if tokenizer is not None:
+        # Imported here: it takes seconds.
+        from loramux.engine.tokenizer import Tokenizer
+
+        codec = Tokenizer(tokenizer)
+    ((body, verdict),) = checked
+    for name, path in given.items():
+        if verdict is Verdict.VALID and not is_signed(body, name, path.read_text("utf-8"), codec):
+            verdict = Verdict.OTHER_TOKENS
+    return [(body, verdict)]
 
 
 def check_stored(
     registry: Registry, receipt_id: str | None, key: Ed25519PublicKey
-) -> Iterator[tuple[str, Verdict]]:
+) -> Iterator[tuple[Mapping[str, Any], Verdict]]:
     """Verify one stored receipt, or all of them without an id."""
     if receipt_id is None:
         found = registry.find_receipts(ReceiptFilter(limit=MAX_RECEIPTS))
@@ -169,16 +214,23 @@ def check_stored(
     for receipt in found:
         # The body of another receipt stored under this id would verify, too.
         is_own = receipt.body.get("id") == receipt.id
-        yield receipt.id, check(receipt.body, key) if is_own else Verdict.CHANGED
+        verdict = check(receipt.body, key) if is_own else Verdict.CHANGED
+        yield {**receipt.body, "id": receipt.id}, verdict
 
 
-def check_file(file: Path, key: Ed25519PublicKey) -> list[tuple[str, Verdict]]:
+def check_file(file: Path, key: Ed25519PublicKey) -> Bodies:
     # Bytes that are not UTF-8 were never signed.
     text = sys.stdin.read() if file == STDIN else file.read_text("utf-8", errors="replace")
-    bodies = [body for value in parse_values(text) for body in find_bodies(value)]
+    values = parse_values(text)
+    bodies = [body for value in values for body in find_bodies(value)]
     if not bodies:
         raise InvalidRequest(f"{file} contains no receipt.")
-    return [(str(body.get("id", "a receipt")), check(body, key)) for body in bodies]
+    checked = [(body, check(body, key)) for body in bodies]
+    other = [reply.serving for reply in replies_of(values) if not reply.fits()]
+    return [
+        (body, Verdict.OTHER_TOKENS if verdict is Verdict.VALID and body in other else verdict)
+        for body, verdict in checked
+    ]
 
 
 def parse_values(text: str) -> list[Any]:

@@ -31,6 +31,7 @@ REGISTRY, NETWORK = "Registry and receipts", "Network and operation"
 GROUPS = (MODEL, IMAGES, REGISTRY, MEMORY, ACCESS, NETWORK, CONNECTIONS)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 RECEIPTS = ("auto", "on", "off")
+RECEIPT_CONTENTS = ("digests", "metadata")
 CHECKS = ("header", "full")
 UNKNOWN_FIELDS = ("ignore", "warn", "refuse")
 ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
@@ -221,6 +222,15 @@ class ServeConfig:
         "a registry.",
         metavar="NAME",
         limit=one_of(*RECEIPTS),
+    )
+    receipt_contents: str = setting(
+        "digests",
+        Kind.TEXT,
+        REGISTRY,
+        f"What receipts bind. Valid values: {', '.join(RECEIPT_CONTENTS)}; digests adds digests of "
+        "the token ids of prompts and answers, metadata leaves them out.",
+        metavar="NAME",
+        limit=one_of(*RECEIPT_CONTENTS),
     )
     receipt_key: str | None = setting(
         None,

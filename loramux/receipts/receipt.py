@@ -103,6 +103,10 @@ class Receipt(Struct, frozen=True, kw_only=True):
     """The number of prompt tokens from the prefix cache."""
     distinct_adapters: int = 0
     """The number of distinct adapters in the batch that produced the first token."""
+    prompt_digests: tuple[str, ...] | UnsetType = UNSET
+    """A digest of the token ids of each prompt, as the model read it (`receipts/digests.py`)."""
+    answer_digests: tuple[str, ...] | UnsetType = UNSET
+    """A digest of the token ids of each answer, by the index of its choice."""
     images: tuple[ServedImage, ...] | UnsetType = UNSET
     """The images of a request for images; `completion_tokens` are then image tokens times steps."""
     status: ServingStatus = ServingStatus.COMPLETED
@@ -128,6 +132,8 @@ class Verdict(StrEnum):
     """The receipt is signed with a different key."""
     CHANGED = "changed"
     """The receipt was changed after it was signed."""
+    OTHER_TOKENS = "other tokens"
+    """The receipt is valid, and does not sign the prompt or the answer that is shown with it."""
 
 
 def base_label(name: str, digest: str) -> str:

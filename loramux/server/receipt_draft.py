@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 
 from loramux.backend import Delta
 from loramux.receipts import receipt as receipts
+from loramux.receipts.digests import TokenDigest, token_digests
 from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.server.caller import ANONYMOUS, Caller, known_caller
@@ -55,6 +56,8 @@ class ReceiptIssuer:
     is_on: bool = True
     in_streams: bool = False
     """Streams end with an event that contains the receipt."""
+    has_digests: bool = True
+    """Receipts have digests of the token ids of prompts and answers."""
     pool_id: str = "local"
     home_tenant: str = DEFAULT_TENANT
     """Tenant of requests without one."""
@@ -120,6 +123,26 @@ class Timing:
     """To now."""
 
 
+class TokenDigests:
+    """Digests of the prompts of engine requests, and of their answers so far."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.prompts = token_digests(one.prompt_token_ids for one in requests)
+        # A request for a vector has no answer in tokens.
+        self._answers = [
+            [] if one.pooling is not None else [TokenDigest() for _ in range(one.params.n)]
+            for one in requests
+        ]
+
+    def add(self, request_index: int, delta: Delta) -> None:
+        if delta.token_ids:
+            self._answers[request_index][delta.index].add(delta.token_ids)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return tuple(choice.text for choices in self._answers for choice in choices)
+
+
 class ReceiptDraft:
     """The receipt of one request; it is issued when the request is refused or has ended."""
 
@@ -141,6 +164,7 @@ class ReceiptDraft:
         self._arrived_at = time.time()
         self._arrived_s = time.monotonic()
         self._usage = UsageCount(())
+        self._digests: TokenDigests | None = None
         self._adapters: dict[str, NamedAdapter] = {}
         self._facts = NO_FACTS
         self._checked_ms = 0.0
@@ -169,6 +193,8 @@ class ReceiptDraft:
     def serve(self, requests: Sequence[Request]) -> None:
         """Begin to count the tokens of these requests to the engine."""
         self._usage = UsageCount(requests)
+        if self._issuer.is_on and self._issuer.has_digests:
+            self._digests = TokenDigests(requests)
         self._checked_ms = self._elapsed_ms()
 
     def add_adapters(self, selected: Selected) -> None:
@@ -181,6 +207,8 @@ class ReceiptDraft:
         if delta.facts is not None:
             self._facts = slowest(self._facts, delta.facts)
         self._usage.add(request_index, delta)
+        if self._digests is not None:
+            self._digests.add(request_index, delta)
 
     def refuse(self, error: Exception) -> None:
         """End a request that the engine has not seen."""
@@ -212,6 +240,7 @@ class ReceiptDraft:
         recipe = next((one.recipe for one in named if one.parts), None)
         info = None if error is None else error_info(error)
         is_refused = status is ServingStatus.REFUSED and self.asked is not None
+        digests = None if status is ServingStatus.REFUSED else self._digests
         return Receipt(
             id=self.id,
             time=self._arrived_at,
@@ -234,6 +263,8 @@ class ReceiptDraft:
             completion_tokens=usage.completion_tokens,
             reused_tokens=usage.prompt_tokens_details.cached_tokens,
             distinct_adapters=facts.num_distinct,
+            prompt_digests=UNSET if digests is None else digests.prompts,
+            answer_digests=UNSET if digests is None else digests.answers,
             status=status,
             asked=(self.asked or "")[:MAX_ASKED_CHARACTERS] if is_refused else UNSET,
             http_status=UNSET if info is None else info.code,
