@@ -94,7 +94,10 @@ class CallerMiddleware:
             try:
                 await self._admit(scope, None if entry is None else entry.access)
             except (LoramuxError, HTTPException) as error:
-                shape = error_response if entry is None else entry.shape
+                missing = scope["app"].state.missing
+                shape = missing.shape_of(scope["path"]) if entry is None else entry.shape
+                if isinstance(error, HTTPException):
+                    error = missing.explain(scope, error)
                 await shape(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

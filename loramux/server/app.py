@@ -30,12 +30,19 @@ from loramux.server.context import (
 from loramux.server.endpoint import routes_of, shapes_of
 from loramux.server.errors import NotServed, install_error_handlers
 from loramux.server.families.document import add_families
-from loramux.server.families.table import endpoints_of, root_endpoint, shared_with_own
+from loramux.server.families.table import (
+    endpoints_of,
+    paths_of_others,
+    prefixes_of,
+    root_endpoint,
+    shared_with_own,
+)
 from loramux.server.fitting import CachedFit
 from loramux.server.images.drawing import ImageContext, ImageModel
 from loramux.server.images.edits import edit_routes
 from loramux.server.images.openai import openai_routes
 from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes
+from loramux.server.missing_routes import MissingRoutes
 from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi
 from loramux.server.proxies import ForwardedMiddleware
@@ -214,7 +221,24 @@ def _mount(app: FastAPI, text: Context | None, image: ImageContext | None) -> No
     shapes = shapes_of(one for one in endpoints if one.path not in app.state.keyed)
     shapes |= dict.fromkeys(SHEAF_ROUTES, sheaf_error) | dict.fromkeys(SDAPI_ROUTES, sdapi_error)
     app.state.shapes = shapes
+    prefixes = {"/sdapi/": sdapi_error} | ({} if text is None else prefixes_of(text))
+    app.state.missing = MissingRoutes(
+        app.state.all_routes, shapes, prefixes=prefixes, closed=_closed_paths(first, text)
+    )
     install_openapi(app, lambda document: add_families(document, endpoints))
+
+
+def _closed_paths(first: HostContext, text: Context | None) -> dict[str, str]:
+    """Paths of routes that settings leave out -> what opens them."""
+    closed = {} if text is None else paths_of_others(text)
+    if not first.options.allow_runtime_lora_updating:
+        opened_by = "It needs a server that was started with --allow-runtime-lora-updating."
+        loading = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+        loading += ("/load_lora_adapter", "/unload_lora_adapter", "/adapters")
+        closed |= dict.fromkeys(loading, opened_by)
+    if not first.options.ui:
+        closed["/ui"] = "The server was started with --no-ui."
+    return closed
 
 
 def _add_collectors(context: HostContext) -> None:

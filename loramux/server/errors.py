@@ -13,7 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match
 
 from loramux.errors import (
     AdapterNotFound,
@@ -157,10 +156,11 @@ def set_error_shape(request: Request, shape: ErrorShape) -> None:
 async def _handle(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError):
         error = _known(error)
-    if isinstance(error, HTTPException) and error.status_code == METHOD_NOT_ALLOWED:
-        error = HTTPException(METHOD_NOT_ALLOWED, error.detail, {"allow": _allowed(request)})
-    shape: ErrorShape = getattr(request.state, "error_shape", error_response)
-    response = shape(error)
+    missing = request.app.state.missing
+    if isinstance(error, HTTPException):
+        error = missing.explain(request.scope, error)
+    shape: ErrorShape | None = getattr(request.state, "error_shape", None)
+    response = (shape or missing.shape_of(request.scope["path"]))(error)
     # Starlette handles unexpected errors outside of all middleware.
     request_id = getattr(request.state, "request_id", None)
     if request_id is not None and not isinstance(error, (LoramuxError, HTTPException)):
@@ -176,15 +176,6 @@ def _known(error: OSError) -> Exception:
         return known
     _log.error("a request failed", exc_info=error)
     return error
-
-
-def _allowed(request: Request) -> str:
-    """The methods of all routes that match the path."""
-    found: set[str] = set()
-    for route in request.app.state.all_routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return ", ".join(sorted(found))
 
 
 async def _handle_validation(request: Request, error: Exception) -> Response:

@@ -1,0 +1,88 @@
+"""What is said of a path or a method that the server does not have, and in whose shape."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from loramux.server.errors import METHOD_NOT_ALLOWED, ErrorShape, error_response
+
+NOT_FOUND = HTTPException(404)
+MAX_CHARACTERS = 100
+"""Characters of a path that are shown, and compared with the paths of the server."""
+
+
+class MissingRoutes:
+    """Explains requests without a route: the nearest one, its methods, or what opens it."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        shapes: Mapping[str, ErrorShape],
+        *,
+        prefixes: Mapping[str, ErrorShape],
+        closed: Mapping[str, str],
+    ) -> None:
+        """`shapes`: the shape of errors by method and path, `prefixes`: by the beginning of a path;
+        `closed`: path -> what opens it."""
+        self._routes = routes
+        self._shapes: dict[str, ErrorShape] = {}
+        for key, shape in shapes.items():
+            self._shapes.setdefault(key.partition(" ")[2], shape)
+        self._prefixes = prefixes
+        self._closed = closed
+        self._paths = sorted({route.path for route in routes})
+
+    def shape_of(self, path: str) -> ErrorShape:
+        found = self._shapes.get(path)
+        if found is None:
+            found = next(
+                (shape for start, shape in self._prefixes.items() if path.startswith(start)), None
+            )
+        return found or error_response
+
+    def explain(self, scope: Scope, error: HTTPException) -> HTTPException:
+        """Return the error of a missing route with what to do; other errors as they are."""
+        if error.status_code == METHOD_NOT_ALLOWED:
+            allowed = self._methods(scope)
+            detail = f"{self._shown(scope)} is not allowed. Send {_either(allowed)}."
+            return HTTPException(METHOD_NOT_ALLOWED, detail, {"allow": ", ".join(allowed)})
+        if error.status_code != NOT_FOUND.status_code or error.detail != NOT_FOUND.detail:
+            return error
+        return HTTPException(
+            error.status_code, f"There is no route {self._shown(scope)}. {self._instead(scope)}"
+        )
+
+    def _instead(self, scope: Scope) -> str:
+        path = scope["path"]
+        allowed = self._methods(scope)
+        if allowed:
+            return f"Send {_either(allowed)}."
+        opened_by = self._closed.get(path.rstrip("/"))
+        if opened_by is not None:
+            return opened_by
+        near = difflib.get_close_matches(path[:MAX_CHARACTERS], self._paths, n=1, cutoff=0.7)
+        if not near:
+            return "GET /openapi.json lists all routes."
+        methods = {
+            m for route in self._routes if route.path == near[0] for m in route.methods or ()
+        }
+        method = scope["method"] if scope["method"] in methods else sorted(methods)[0]
+        return f"Did you mean {method} {near[0].replace(':path', '')}?"
+
+    def _methods(self, scope: Scope) -> list[str]:
+        """The methods of all routes that match the path."""
+        matching = [one for one in self._routes if one.matches(scope)[0] is not Match.NONE]
+        return sorted({method for route in matching for method in route.methods or ()})
+
+    def _shown(self, scope: Scope) -> str:
+        path = scope["path"]
+        return f"{scope['method']} {path[:MAX_CHARACTERS]}{'…' * (len(path) > MAX_CHARACTERS)}"
+
+
+def _either(methods: Sequence[str]) -> str:
+    return " or ".join(methods)
