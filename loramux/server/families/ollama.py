@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -29,23 +29,27 @@ from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.ollama_embed import embed, embed_one
+from loramux.server.families.ollama_fields import is_zero, written_logprobs
 from loramux.server.families.ollama_names import select_tagged
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.model_list import list_models
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.routes.tokens import DescribesTokenizer
+from loramux.server.sampling import Logprobs
 from loramux.server.selection import codec_for
 from loramux.server.streaming import StreamForm, line, stream_events, until_gone
 from loramux.server.structured.fields import AskedConstraint
 from loramux.server.tools.writer import ChatWriter, write_deltas
 from loramux.server.usage import UsageCount
 from loramux.server.wire import ChatDelta, ChatMessage, FunctionCall, GenerationBody, ToolCall
+from loramux.types.request import TokenLogprob
 
 FAMILY = "ollama"
 CHAT = RouteKind(id_prefix="ollama", prompt_param="messages", default_max_tokens=None)
 GENERATE = RouteKind(id_prefix="ollama", prompt_param="prompt", default_max_tokens=None)
 # The version whose API this is; clients compare it.
 VERSION = "0.9.0"
+MAX_TOP_LOGPROBS = 20
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 
 
@@ -72,6 +76,9 @@ class Body(Struct, kw_only=True):
     format: Any = None
     options: dict[str, Any] | None = None
     keep_alive: Any = None
+    """0: the answer to a request without a prompt says that the model was unloaded."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     think: bool | str | None = None
 
 
@@ -166,12 +173,16 @@ async def _chat(context: Context, request: Request) -> Response:
     body = await read_fields(context, request, ChatBody)
     if any(message.get("images") for message in body.messages):
         raise InvalidRequest("This model reads text only: leave images out.", param="images")
+    unloads = is_zero(body.keep_alive)
+    selected = await select_tagged(context, request, body.model)
     if not body.messages:
-        return json_response(_loaded(body, {"message": {"role": "assistant", "content": ""}}))
+        nothing = {"message": {"role": "assistant", "content": ""}}
+        return json_response(_loaded(body, nothing, unloads=unloads))
     asked = Asked(
         kind=CHAT,
         body=_generation_body(context, request, body),
-        selected=await select_tagged(context, request, body.model),
+        selected=selected,
+        logprobs=_logprobs(body),
         name=body.model,
         messages=body.messages,
         template=_template(context, body),
@@ -188,8 +199,10 @@ async def _generate(context: Context, request: Request) -> Response:
             raise InvalidRequest(
                 f"{name} is not supported by this server: leave it out.", param=name
             )
+    unloads = is_zero(body.keep_alive)
+    selected = await select_tagged(context, request, body.model)
     if not body.prompt:
-        return json_response(_loaded(body, {"response": ""}))
+        return json_response(_loaded(body, {"response": ""}, unloads=unloads))
     messages = None
     if not body.raw:
         system = [{"role": "system", "content": body.system}] if body.system else []
@@ -197,7 +210,8 @@ async def _generate(context: Context, request: Request) -> Response:
     asked = Asked(
         kind=GENERATE,
         body=_generation_body(context, request, body),
-        selected=await select_tagged(context, request, body.model),
+        selected=selected,
+        logprobs=_logprobs(body),
         name=body.model,
         prompts=[body.prompt],
         messages=messages,
@@ -232,7 +246,10 @@ async def _answer(
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         generation = await open_asked(context, request, draft, asked)
     deltas = run(context, generation)
-    answer = _Answer(body.model, write, started)
+    wants_logprobs = asked.logprobs.num_output is not None
+    answer = _Answer(
+        body.model, write, started, generation.request.codec if wants_logprobs else None
+    )
     if body.stream:
         form = StreamForm(media_type="application/x-ndjson", on_error=error_line)
         return await stream_events(request, _lines(generation, deltas, answer), form)
@@ -241,6 +258,7 @@ async def _answer(
     written, _ = write_deltas(generation.request.reply, choice.text, choice.finish_reason)
     for delta in written:
         parts.add(delta)
+    answer.add(choice.logprobs)
     counts = (usage.prompt_tokens, usage.completion_tokens)
     return json_response(answer.last(parts.take(is_last=True), choice.finish_reason, counts))
 
@@ -286,17 +304,30 @@ def _is_json(text: str) -> bool:
 class _Answer:
     """Writes the parts of one answer."""
 
-    def __init__(self, model: str, write: Write, started_ns: int) -> None:
+    def __init__(
+        self, model: str, write: Write, started_ns: int, codec: TextCodec | None = None
+    ) -> None:
+        """`codec`: with it, the parts have log probabilities."""
+        self._codec = codec
+        self._logprobs: list[TokenLogprob] = []
         self._model = model
         self._write = write
         self._started_ns = started_ns
         self._first_ns: int | None = None
 
+    def add(self, logprobs: Sequence[TokenLogprob] | None) -> None:
+        """Adds the tokens of the next part."""
+        self._logprobs += logprobs or ()
+
     def part(self, part: ChatMessage) -> dict[str, Any]:
         if self._first_ns is None:
             self._first_ns = time.monotonic_ns()
         head = {"model": self._model, "created_at": _now()}
-        return head | self._write(part) | {"done": False}
+        written = head | self._write(part) | {"done": False}
+        if self._codec is not None and self._logprobs:
+            written["logprobs"] = written_logprobs(self._codec, self._logprobs)
+            self._logprobs = []
+        return written
 
     def last(self, part: ChatMessage, reason: str, counts: tuple[int, int]) -> dict[str, Any]:
         now = time.monotonic_ns()
@@ -326,6 +357,7 @@ async def _lines(
             written = writer.write(delta)
             for one in written:
                 parts.add(one)
+            answer.add(delta.logprobs)
             if written:
                 yield line(answer.part(parts.take(is_last=False)))
     usage = count.usage()
@@ -362,6 +394,17 @@ def _template(context: Context, body: Body) -> dict[str, Any]:
     return {} if body.think is None else {"enable_thinking": bool(body.think)}
 
 
+def _logprobs(body: Body) -> Logprobs:
+    top = body.top_logprobs or 0
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}", param="top_logprobs"
+        )
+    if top and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return Logprobs(top if body.logprobs else None)
+
+
 def _constraint(body: Body) -> AskedConstraint | None:
     if not body.format:
         return None
@@ -370,10 +413,13 @@ def _constraint(body: Body) -> AskedConstraint | None:
     return AskedConstraint("json", body.format, "format")
 
 
-def _loaded(body: Body, fields: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request without a prompt, which asks Ollama to load the model."""
+def _loaded(body: Body, fields: dict[str, Any], *, unloads: bool) -> dict[str, Any]:
+    """The answer to a request without a prompt, which asks Ollama to load or unload the model.
+
+    Here the tiers decide what stays on the device.
+    """
     head = {"model": body.model, "created_at": _now()}
-    return head | fields | {"done": True, "done_reason": "load"}
+    return head | fields | {"done": True, "done_reason": "unload" if unloads else "load"}
 
 
 def _tag(context: Context, name: str) -> dict[str, Any]:

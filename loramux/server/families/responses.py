@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -26,14 +26,29 @@ from loramux.server.families.responses_items import Items
 from loramux.server.families.responses_tools import chat_tools, namespace_of_each
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.receipt_draft import receipt_draft
+from loramux.server.routes.openai import chat_logprobs
+from loramux.server.sampling import Logprobs
 from loramux.server.streaming import StreamForm, stream_events, until_gone
 from loramux.server.structured.fields import AskedConstraint
 from loramux.server.tools.writer import ChatWriter, write_deltas
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
+from loramux.types.request import TokenLogprob
+from loramux.types.sampling import MAX_LOGPROBS
 
 FAMILY = "responses"
 KIND = RouteKind(id_prefix="resp", prompt_param="input", default_max_tokens=None)
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+)
+"""Other values of include: parts that no answer of this server has."""
 
 
 class ResponseBody(Struct, kw_only=True):
@@ -55,6 +70,7 @@ class ResponseBody(Struct, kw_only=True):
     conversation: Any = None
     background: bool | None = None
     truncation: str | None = None
+    include: list[str] | None = None
     top_logprobs: int | None = None
     prompt: Any = None
     adapters: list[str] | None = None
@@ -73,6 +89,12 @@ async def answer_response(context: Context, request: Request) -> Response:
     _check(body)
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         generation = await open_asked(context, request, draft, _asked(body))
+        if _LOGPROBS in (body.include or ()) and not generation.request.reply.is_plain:
+            raise InvalidRequest(
+                f"{_LOGPROBS} is for answers of text alone: leave out tools, and the server's "
+                "--reasoning-parser.",
+                param="include",
+            )
     deltas = run(context, generation)
     writer = _Writer(generation, body)
     if body.stream:
@@ -81,6 +103,7 @@ async def answer_response(context: Context, request: Request) -> Response:
     choices, usage = await until_gone(request, collect(generation, deltas))
     choice = choices[0]
     written, _ = write_deltas(generation.request.reply, choice.text, choice.finish_reason)
+    writer.add_logprobs(choice.logprobs)
     for delta in written:
         writer.items.add(delta)
     writer.items.end(_status(choice.finish_reason))
@@ -88,7 +111,7 @@ async def answer_response(context: Context, request: Request) -> Response:
 
 
 def _check(body: ResponseBody) -> None:
-    for name in ("previous_response_id", "conversation", "background", "prompt", "top_logprobs"):
+    for name in ("previous_response_id", "conversation", "background", "prompt"):
         if getattr(body, name):
             raise InvalidRequest(
                 f"{name} is not supported: this server keeps no responses. Leave it out.",
@@ -96,6 +119,14 @@ def _check(body: ResponseBody) -> None:
             )
     if body.truncation not in (None, "disabled"):
         raise InvalidRequest("truncation must be disabled.", param="truncation")
+    for one in body.include or ():
+        if one != _LOGPROBS and one not in _INCLUDED:
+            known = ", ".join((_LOGPROBS, *_INCLUDED))
+            raise InvalidRequest(f"include has no {one!r}. Valid values: {known}.", param="include")
+    if body.top_logprobs and _LOGPROBS not in (body.include or ()):
+        raise InvalidRequest(f'top_logprobs needs include: ["{_LOGPROBS}"].', param="top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs must be 0 to {MAX_LOGPROBS}.", param="top_logprobs")
 
 
 def _asked(body: ResponseBody) -> Asked:
@@ -116,6 +147,7 @@ def _asked(body: ResponseBody) -> Asked:
         template={} if effort is None else {"reasoning_effort": effort},
         constraint=_constraint(body),
         tools=_tools(body),
+        logprobs=Logprobs((body.top_logprobs or 0) if _LOGPROBS in (body.include or ()) else None),
     )
 
 
@@ -188,6 +220,12 @@ class _Writer:
         self._body = body
         self.items = Items(namespace_of_each(body.tools or ()))
 
+    def add_logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> None:
+        """Adds the tokens of the next piece of text."""
+        if logprobs:
+            codec = self._generation.request.codec
+            self.items.logprobs += chat_logprobs(codec, logprobs).content
+
     def whole(
         self, reason: str, usage: Usage | None, *, error: str | None = None
     ) -> dict[str, Any]:
@@ -216,6 +254,7 @@ class _Writer:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": generation.request.params.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
@@ -240,6 +279,7 @@ async def _events(
         async for index, delta in deltas:
             count.add(index, delta)
             reason = reason if delta.finish_reason is None else delta.finish_reason.value
+            writer.add_logprobs(delta.logprobs)
             written = head + b"".join(map(items.add, chat.write(delta)))
             head = b""
             if written:

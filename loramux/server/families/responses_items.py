@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import UNSET
 
 from loramux.server.streaming import named_event
-from loramux.server.wire import ChatDelta, ToolCallDelta
+from loramux.server.wire import ChatDelta, ChatTokenLogprob, ToolCallDelta
 
 _CONTENT = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -20,7 +20,10 @@ class Items:
     def __init__(self, namespaces: Mapping[str, str]) -> None:
         self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
+        self.logprobs: list[ChatTokenLogprob] = []
+        """Of tokens whose text comes next."""
         self._text = ""
+        self._listed: list[ChatTokenLogprob] = []
         self._number = 0
 
     def event(self, name: str, /, **fields: Any) -> bytes:
@@ -72,7 +75,9 @@ class Items:
         self._text += text
         place = self._place() | {"content_index": 0}
         if kind == "message":
-            return head + self.event("output_text.delta", **place, delta=text, logprobs=[])
+            return head + self.event(
+                "output_text.delta", **place, delta=text, logprobs=self._take_logprobs()
+            )
         return head + self.event("reasoning_text.delta", **place, delta=text)
 
     def _open(self, item: dict[str, Any]) -> bytes:
@@ -99,15 +104,25 @@ class Items:
             )
         else:
             part = _part(item["type"], text)
+            if item["type"] == "message":
+                self._take_logprobs()
+                part["logprobs"], self._listed = self._listed, []
             item["content"] = [part]
             of_part = place | {"content_index": 0}
             if item["type"] == "message":
-                written = self.event("output_text.done", **of_part, text=text, logprobs=[])
+                written = self.event(
+                    "output_text.done", **of_part, text=text, logprobs=part["logprobs"]
+                )
             else:
                 written = self.event("reasoning_text.done", **of_part, text=text)
             written += self.event("content_part.done", **of_part, part=part)
         index = place["output_index"]
         return written + self.event("output_item.done", output_index=index, item=item)
+
+    def _take_logprobs(self) -> list[ChatTokenLogprob]:
+        taken, self.logprobs = self.logprobs, []
+        self._listed += taken
+        return taken
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
