@@ -156,11 +156,12 @@ def set_error_shape(request: Request, shape: ErrorShape) -> None:
 async def _handle(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError):
         error = _known(error)
-    missing = request.app.state.missing
-    if isinstance(error, HTTPException):
+    shape: ErrorShape = getattr(request.state, "error_shape", error_response)
+    if isinstance(error, HTTPException) and shape is error_response:
+        missing = request.app.state.missing
         error = missing.explain(request.scope, error)
-    shape: ErrorShape | None = getattr(request.state, "error_shape", None)
-    response = (shape or missing.shape_of(request.scope["path"]))(error)
+        shape = missing.shape_of(request.scope["path"])
+    response = shape(error)
     # Starlette handles unexpected errors outside of all middleware.
     request_id = getattr(request.state, "request_id", None)
     if request_id is not None and not isinstance(error, (LoramuxError, HTTPException)):

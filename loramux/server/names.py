@@ -31,6 +31,9 @@ from loramux.types.request import Selection
 
 _log = logging.getLogger(__name__)
 
+MAX_UNLOADED = 1000
+"""Names that were unloaded and are remembered, for error messages."""
+
 
 AdapterState = Literal["registered", "ready", "failed"]
 """registered: its header was checked and its weights were not read yet; failed: it was refused."""
@@ -139,6 +142,8 @@ class AdapterNames:
         self.registry = registry
         self._host = host
         self._given: dict[str, GivenName] = {}
+        # Name -> seconds since the epoch, the oldest first.
+        self._unloaded: dict[str, float] = {}
         # CID -> its given names, in order.
         self._names: dict[str, dict[str, None]] = {}
         # Folder -> its given names without a CID, in order.
@@ -295,10 +300,18 @@ class AdapterNames:
             self._unnamed.add(str(before.cid))
         self._put(GivenName(name, cid, card.path, created_s, card.rank, card.num_bytes))
 
+    def unloaded_s(self, name: str) -> float | None:
+        """Returns when a name was taken from its adapter; None: it was not, or long ago."""
+        return None if name in self._given else self._unloaded.get(name)
+
     async def unload(self, name: str) -> None:
         given = self._given.pop(name, None)
         if given is None:
             raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
+        self._unloaded.pop(name, None)
+        self._unloaded[name] = time.time()
+        if len(self._unloaded) > MAX_UNLOADED:
+            del self._unloaded[next(iter(self._unloaded))]
         self._unlink(given)
         if given.cid is not None:
             self._unnamed.add(given.cid)

@@ -123,17 +123,21 @@ class RegistryAdapters:
             task.add_done_callback(lambda done: self._materialized(cid, done))
         return await asyncio.shield(task)
 
+    def names_in(self, view: View, *, limit: int) -> list[AdapterName]:
+        """Returns the adapters in the view; it queries the database: call it on a thread."""
+        if view.is_confined:
+            names = [*self.registry.adapters(tenant=view.tenant), *view.shared_adapters()]
+        else:
+            names = self.registry.adapters()
+        return list(islice((one for one in names if view.allows(NameReference(one))), limit))
+
     def list_current(self, view: View, *, limit: int) -> list[Resolved]:
         """Returns the version that the bare name of each adapter in the view means now.
 
         It queries the database: call it on a thread.
         """
-        if view.is_confined:
-            names = [*self.registry.adapters(tenant=view.tenant), *view.shared_adapters()]
-        else:
-            names = self.registry.adapters()
         found = []
-        for name in islice((one for one in names if view.allows(NameReference(one))), limit):
+        for name in self.names_in(view, limit=limit):
             try:
                 found.append(self._routes.resolve(str(name), sticky_key=""))
             except AdapterNotFound:  # It was removed after it was listed.

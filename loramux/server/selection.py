@@ -19,6 +19,7 @@ from loramux.server.caller import Caller
 from loramux.server.context import Context, HostContext
 from loramux.server.errors import Forbidden, NotServed
 from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
+from loramux.server.near_names import hint_for
 from loramux.server.prompts import split_prompts
 from loramux.server.recipes import open_version
 from loramux.server.view import View
@@ -236,7 +237,7 @@ class _Finder:
             if found is None and model in BASE_WORDS:
                 return Selected(context.base_names[0])
             if found is None:
-                raise _unknown(context, f"The {param} `{model}`", param)
+                raise await self._unknown(f"The {param}", model, param)
             context.names.check_alone(found, param=param)
             return Selected(model, found)
         check_count(len(terms), param=param)
@@ -256,7 +257,7 @@ class _Finder:
             if isinstance(found, BaseException):
                 raise found
             if found is None:
-                raise _unknown(self.context, f"The adapter `{name}`", param)
+                raise await self._unknown("The adapter", name, param)
             adapters += [replace(one, weight=weight * one.weight) for one in found]
         check_count(len(adapters), param=param)
         check_weights((one.weight for one in adapters), param=param)
@@ -290,6 +291,11 @@ class _Finder:
         if self.own_base_only:
             _require_own_base(context, resolved)
         return await open_version(context.names, context.combinations, resolved, text)
+
+    async def _unknown(self, what: str, name: str, param: str) -> NotServed:
+        hint = await hint_for(self.context, self.view, name)
+        missed = self.context.missed_registry
+        return NotServed(f"{what} `{name}` does not exist.{hint}{missed}", param=param)
 
     async def _resolve(self, text: str, param: str) -> Resolved | None:
         registry = self.context.registry
@@ -415,7 +421,3 @@ def _terms(adapters: Sequence[str], weights: Sequence[float] | None) -> list[Ter
         )
     check_weights(weights, param="adapter_weights")
     return list(zip(adapters, weights, strict=True))
-
-
-def _unknown(context: HostContext, what: str, param: str) -> NotServed:
-    return NotServed(f"{what} does not exist.{context.missed_registry}", param=param)

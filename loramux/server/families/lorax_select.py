@@ -9,6 +9,7 @@ from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.families.lorax_wire import Source
 from loramux.server.names import Selected
+from loramux.server.near_names import hint_for
 from loramux.server.selection import ModelReference, select
 from loramux.sources.config import Secret
 
@@ -36,9 +37,10 @@ async def select_adapter(
         except NotServed:
             source = context.options.adapter_source
     if source is None or sources is None or not view.may_fetch(source):
+        hint = await hint_for(context, view, name)
         raise NotServed(
-            f"The adapter `{name}` does not exist here. Send adapter_source (hub, local or s3), or "
-            f"start the server with --adapter-source.{context.missed_registry}",
+            f"The adapter `{name}` does not exist here.{hint} Send adapter_source (hub, local or "
+            f"s3), or start the server with --adapter-source.{context.missed_registry}",
             param="adapter_id",
         )
     token = Secret(parameters.api_token) if parameters.api_token else None

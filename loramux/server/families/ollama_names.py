@@ -9,6 +9,7 @@ from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.names import Selected
+from loramux.server.near_names import hint_for
 from loramux.server.requests import note_no_model
 from loramux.server.selection import ModelReference, select
 
@@ -27,4 +28,6 @@ async def select_tagged(context: Context, request: Request, name: str) -> Select
         if reference.names_nothing and not found.adapters:
             note_no_model(context, request, "model")
         return found
-    raise NotServed(f"model '{name}' not found", param="model")
+    view = context.view_of(caller_of(request))
+    hint = await hint_for(context, view, name.removesuffix(LATEST))
+    raise NotServed(f"model '{name}' not found{'.' if hint else ''}{hint}", param="model")

@@ -21,7 +21,7 @@ class Items:
         self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self.logprobs: list[ChatTokenLogprob] = []
-        """Of tokens whose text comes next."""
+        """The tokens whose text comes next."""
         self._text = ""
         self._listed: list[ChatTokenLogprob] = []
         self._number = 0

@@ -9,6 +9,9 @@ from loramux.server.wire import GenerationBody
 from loramux.threads import GRAMMAR_CHECKS
 from loramux.types.grammar import Grammar
 
+_NOT_ENFORCED = ("not supported", "unsupported", "unimplemented", "not implemented", "oneof")
+"""In errors about valid parts of a schema or grammar."""
+
 
 async def grammar_of(body: GenerationBody) -> Grammar | None:
     """Return the grammar that the body asks for; raises InvalidRequest, with its field."""
@@ -33,6 +36,8 @@ def require_enforceable(grammar: Grammar, param: str) -> None:
         check_apart(grammar)
     except ValueError as error:
         what = "schema" if grammar.kind == "json_schema" else "grammar"
+        known = any(words in str(error).lower() for words in _NOT_ENFORCED)
+        fix = "Leave this part out." if known else f"Correct the {what}."
         raise InvalidRequest(
-            f"{param}: this {what} cannot be enforced: {error}. Leave this part out.", param=param
+            f"{param}: this {what} cannot be enforced: {error}. {fix}", param=param
         ) from error
