@@ -104,6 +104,11 @@ IMAGE_ROUTES = (openai_routes, edit_routes, sdapi_routes)
 LAST_ROUTES = (sheaf_routes,)
 # Largest bodies that may arrive at once; smaller ones take less of this.
 LARGEST_BODIES = 16
+LOADING_PATHS = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/load_lora_adapter", "/unload_lora_adapter", "/adapters"),
+)
+"""Paths that load and unload adapters, in every API."""
 EXPOSED_HEADERS = (RECEIPT_HEADER, TOOLS_HEADER, WARNING_HEADER, CID_HEADER, TIER_HEADER)
 """Headers of answers that web pages of other origins may read."""
 
@@ -233,9 +238,7 @@ def _closed_paths(first: HostContext, text: Context | None) -> dict[str, str]:
     closed = {} if text is None else paths_of_others(text)
     if not first.options.allow_runtime_lora_updating:
         opened_by = "It needs a server that was started with --allow-runtime-lora-updating."
-        loading = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-        loading += ("/load_lora_adapter", "/unload_lora_adapter", "/adapters")
-        closed |= dict.fromkeys(loading, opened_by)
+        closed |= dict.fromkeys(LOADING_PATHS, opened_by)
     if not first.options.ui:
         closed["/ui"] = "The server was started with --no-ui."
     return closed

@@ -323,7 +323,7 @@ class _Answer:
         if self._first_ns is None:
             self._first_ns = time.monotonic_ns()
         head = {"model": self._model, "created_at": _now()}
-        written = head | self._write(part) | {"done": False}
+        written: dict[str, Any] = head | self._write(part) | {"done": False}
         if self._codec is not None and self._logprobs:
             written["logprobs"] = written_logprobs(self._codec, self._logprobs)
             self._logprobs = []
