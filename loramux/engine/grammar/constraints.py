@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from loramux.types.step import SampleRow, StepPlan
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+_log = logging.getLogger(__name__)
 CompiledGrammar: TypeAlias = "Future[LLMatcher]"
 """Raises InvalidRequest if the grammar cannot be compiled."""
 _MAX_COMPILED = 256
@@ -56,7 +58,7 @@ class Constraints:
     def prepare(self) -> None:
         """Read the tokenizer on a thread, so that the first grammar does not wait for it."""
         if self._folder is not None:
-            self._pool().submit(self._read_tables)
+            self._pool().submit(self._read_early)
 
     def check(self, request: Request, vocab_size: int) -> None:
         """Raise InvalidRequest for tokens outside the vocabulary, or without a tokenizer.
@@ -171,6 +173,12 @@ class Constraints:
             raise InvalidRequest(
                 f"The grammar cannot be compiled: {error}", param="grammar"
             ) from error
+
+    def _read_early(self) -> None:
+        try:
+            self._read_tables()
+        except (ValueError, OSError, InvalidRequest) as error:
+            _log.warning("answers cannot be constrained by grammars: %s", error)
 
     def _read_tables(self) -> Tables:
         with self._lock:

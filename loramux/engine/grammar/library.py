@@ -122,11 +122,14 @@ class Tables:
         self._new_matcher = library.LLMatcher
         # A vocabulary that is wider than the logits has tokens that are never generated.
         num_tokens = max(vocab_size, _num_tokens(tokenizer))
-        self._tokenizer: LLTokenizer = library.LLTokenizer(
-            json.dumps(tokenizer, ensure_ascii=False),
-            n_vocab=num_tokens,
-            eos_token=list(eos_token_ids) or None,
-        )
+        try:
+            self._tokenizer: LLTokenizer = library.LLTokenizer(
+                json.dumps(tokenizer, ensure_ascii=False),
+                n_vocab=num_tokens,
+                eos_token=list(eos_token_ids) or None,
+            )
+        except ValueError as error:
+            raise ValueError(_unusable(tokenizer, error)) from error
         self.num_words = -(-num_tokens // WORD_BITS)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
@@ -184,6 +187,16 @@ def tokenizer_json(folder: Path) -> dict[str, Any]:
     content["added_tokens"] = sorted([*added, *extra], key=lambda token: int(token["id"]))
     content["truncation"] = content["padding"] = None
     return content
+
+
+def _unusable(tokenizer: dict[str, Any], error: ValueError) -> str:
+    """Return why no grammar can be made of a tokenizer, and what to do."""
+    if tokenizer.get("decoder") is None:
+        return (
+            "the tokenizer.json of the model has no decoder, so that the text of its tokens is not "
+            "known. Save the tokenizer with its decoder, such as ByteLevel."
+        )
+    return f"the tokenizer.json of the model cannot be used for grammars: {error}."
 
 
 def _num_tokens(content: dict[str, Any]) -> int:
