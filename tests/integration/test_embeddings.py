@@ -194,9 +194,12 @@ def test_embeddings_of_other_servers_apis(scene: Scene) -> None:
     assert scene.post("/api/embed", {"model": "tiny", "input": []}, status=400)
 
 
-def test_feature_extraction_of_hugging_faces_client(scene: Scene) -> None:
+def test_feature_extraction_of_hugging_faces_client(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import InferenceClient
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     client = InferenceClient(scene.url)
     for text in TEXTS:
         found = client.feature_extraction(text)
