@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
@@ -62,7 +63,7 @@ class RunningFleet:
     replicas: list[RunningReplica]
 
     def states(self) -> dict[str, str]:
-        told = httpx2.get(f"{self.url}/v1/replicas", timeout=10).json()["data"]
+        told = replicas_of(self.url)
         return {one["url"]: one["state"] for one in told}
 
     def wait_until_ready(self, count: int) -> None:
@@ -70,6 +71,11 @@ class RunningFleet:
         while list(self.states().values()).count("ready") < count:
             assert time.monotonic() < deadline, self.states()
             time.sleep(0.1)
+
+
+def replicas_of(url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx2.get(f"{url}/v1/replicas", timeout=10).json()["data"]
+    return found
 
 
 @dataclass
@@ -104,7 +110,7 @@ def running_router(
 ) -> Iterator[str]:
     options = options or RouterOptions()
     command = [sys.executable, "-m", "loramux.cli.main", "router", "--port", str(port)]
-    command += options.flags
+    command += ["--open-status", *options.flags]
     for url in urls:
         command += ["--replicas", url]
     log = folder / f"router-{port}.log"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from loramux.router.app import RouterApp
+from loramux.router.app import RouterApp, RouterOptions
 from loramux.router.fleet import Fleet, Replica
 from loramux.router.members import StaticMembers
 
@@ -37,7 +37,9 @@ class PolicyFleet(Fleet):
 
 def main() -> None:
     policy, port, *urls = sys.argv[1:]
-    app = RouterApp(StaticMembers(urls), fleet=PolicyFleet(policy))
+    app = RouterApp(
+        StaticMembers(urls), RouterOptions(is_status_open=True), fleet=PolicyFleet(policy)
+    )
     uvicorn.run(app, port=int(port), log_level="warning", access_log=False)
 
 

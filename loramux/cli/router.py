@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,15 +14,18 @@ from rich.console import Console
 
 from loramux.cli.console import show_error
 from loramux.config.paths import REGISTRY_VARIABLE
-from loramux.errors import LoramuxError
+from loramux.errors import InvalidRequest, LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.router.app import RouterApp
-    from loramux.router.resolve import RegistryNames
+    from loramux.config.connections import ConnectionConfig
+    from loramux.router.app import RouterApp, RouterOptions
+    from loramux.router.members import Members
 
+_log = logging.getLogger(__name__)
 _PACKAGES = (
     "aiohttp",
     "alembic",
+    "httptools",
     "psycopg",
     "sqlalchemy",
     "prometheus_client",
@@ -29,9 +35,11 @@ _PACKAGES = (
 )
 # An open stream may take this long to end after SIGTERM.
 _DRAIN_S = 300
+# Bodies of the largest size that fit into the router's memory together.
+_BODIES_AT_ONCE = 16
 
 
-def router(
+def router(  # noqa: PLR0913  (the options of a command)
     replicas: Annotated[
         list[str],
         typer.Option(
@@ -55,20 +63,92 @@ def router(
         str | None,
         typer.Option(metavar="NAME", help="The servers' --tenant-header, if they have one."),
     ] = None,
+    fleet: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the fleet in the registry, where several fleets share one: the adapters "
+            "that are loaded at run time are recorded under it.",
+        ),
+    ] = "default",
+    adapters_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Without --registry: where the adapters that are loaded at run time are recorded. "
+            "Default: they end with the router.",
+        ),
+    ] = None,
+    load_s: Annotated[
+        float, typer.Option(help="Seconds that a server may take to load an adapter.", min=0.1)
+    ] = 60.0,
+    open_status: Annotated[
+        bool,
+        typer.Option(
+            "--open-status",
+            help="Show /metrics, /v1/replicas and /v1/stats, which name the servers, without a "
+            "key. Default: they need the key of LORAMUX_API_KEY.",
+        ),
+    ] = False,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="As of `loramux serve`; may be repeated."),
+    ] = None,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="As of `loramux serve`: serves HTTPS.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="As of `loramux serve`.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="As of `loramux serve`.")
+    ] = None,
+    max_request_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Maximum size of a body; 16 of them fit at once.")
+    ] = "16MiB",
+    max_connections: Annotated[
+        int, typer.Option(help="Maximum number of open connections.", min=1)
+    ] = 10_000,
+    max_connections_per_address: Annotated[
+        int | None, typer.Option(help="The same of one address. Default: no limit.", min=1)
+    ] = None,
     drain_s: Annotated[
         int, typer.Option(help="Seconds that open streams have to end after SIGTERM.")
     ] = _DRAIN_S,
 ) -> None:
     """Answer for a fleet: each request goes where its adapter is, or is loaded soonest.
 
-    The key of LORAMUX_API_KEY is used for the reports of servers that require one, and to load
-    adapters on servers that start.
+    LORAMUX_API_KEY is the router's own key at the servers: for their reports, to load adapters on
+    servers that start, and for /metrics and /v1/replicas of the router itself.
     """
     console = Console(stderr=True)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        app = _app(replicas, registry=registry, tenant_header=tenant_header)
-        _serve(app, host=host, port=port, drain_s=drain_s)
+        from loramux.config.connections import ConnectionConfig
+        from loramux.config.fields import parse_bytes
+        from loramux.router.app import RouterOptions
+        from loramux.router.members import find_members
+
+        connections = ConnectionConfig(
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            ssl_ca_certs=ssl_ca_certs,
+            allowed_hosts=tuple(allowed_hosts or ()),
+            max_request_size=parse_bytes(max_request_size),
+            max_connections=max_connections,
+            max_connections_per_address=max_connections_per_address,
+        )
+        options = RouterOptions(
+            api_key=os.environ.get("LORAMUX_API_KEY"),
+            is_status_open=open_status,
+            tenant_header=tenant_header,
+            max_body_bytes=connections.max_request_size,
+            max_bodies_bytes=_BODIES_AT_ONCE * connections.max_request_size,
+            load_s=load_s,
+        )
+        members = find_members(replicas)
+        state = _State(registry=registry, fleet=fleet, file=adapters_file)
+        _serve(_app(members, options, state), connections, host=host, port=port, drain_s=drain_s)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _PACKAGES:
             raise
@@ -82,37 +162,55 @@ def router(
         raise typer.Exit(2) from error
 
 
-def _app(replicas: list[str], *, registry: str | None, tenant_header: str | None) -> RouterApp:
-    from loramux.router.app import RouterApp
-    from loramux.router.members import find_members
+@dataclass(frozen=True)
+class _State:
+    """Where a router keeps what outlives it."""
 
-    members = find_members(replicas)
-    api_key = os.environ.get("LORAMUX_API_KEY")
-    names = _names(registry, api_key=api_key, tenant_header=tenant_header)
-    return RouterApp(members, api_key=api_key, names=names)
-
-
-def _serve(app: RouterApp, *, host: str, port: int, drain_s: int) -> None:
-    import uvicorn
-
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_level="info",
-        access_log=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=drain_s,
-    )
-    uvicorn.Server(config).run()
+    registry: str | None
+    fleet: str
+    file: Path | None
 
 
-def _names(
-    registry: str | None, *, api_key: str | None, tenant_header: str | None
-) -> RegistryNames | None:
-    if registry is None or registry == "none":
-        return None
+def _app(members: Members, options: RouterOptions, state: _State) -> RouterApp:
     from loramux.registry.registry import Registry
+    from loramux.router.app import RouterApp
+    from loramux.router.desired import FileDesired
     from loramux.router.resolve import RegistryNames
 
-    return RegistryNames(Registry(registry), api_key=api_key, tenant_header=tenant_header)
+    if state.registry is None or state.registry == "none":
+        if state.file is None:
+            _log.warning(
+                "adapters that are loaded at run time are forgotten when this router ends: give "
+                "--registry or --adapters-file"
+            )
+        desired = None if state.file is None else FileDesired(state.file)
+        return RouterApp(members, options, desired=desired)
+    if state.file is not None:
+        raise InvalidRequest("With a registry the adapters are recorded there: no --adapters-file.")
+    opened = Registry(state.registry)
+    names = RegistryNames(opened, api_key=options.api_key, tenant_header=options.tenant_header)
+    return RouterApp(members, options, names=names, desired=opened.desired(state.fleet))
+
+
+def _serve(
+    app: RouterApp, connections: ConnectionConfig, *, host: str, port: int, drain_s: int
+) -> None:
+    from loramux.http_server.browsers import BrowserGuard, default_hosts
+    from loramux.http_server.serving import (
+        DrainingServer,
+        allow_many_connections,
+        listen,
+        uvicorn_config,
+    )
+
+    allow_many_connections()
+    # The servers decide about pages of other sites: --cors-origins.
+    hosts = connections.allowed_hosts or default_hosts(host)
+    guarded = BrowserGuard(app, hosts, ("*",))
+    config = uvicorn_config(guarded, connections, log_level="info", drain_s=drain_s)
+
+    async def drain() -> None:
+        """Nothing of the router's own outlasts its requests."""
+
+    with listen(host, port) as listener:
+        asyncio.run(DrainingServer(config, connections, drain).serve(sockets=[listener]))

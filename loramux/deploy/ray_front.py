@@ -19,7 +19,7 @@ from loramux.deploy.prewarm import busiest_adapters
 from loramux.deploy.ray_members import RayMembers
 from loramux.deploy.serve_config import ENGINE, ENGINES, ROUTER
 from loramux.router.answers import error_answer
-from loramux.router.app import RouterApp
+from loramux.router.app import RouterApp, RouterOptions
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -36,7 +36,9 @@ class Front:
 
     # Ray awaits it.
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]
-        self._router = RouterApp(RayMembers(), api_key=os.environ.get("LORAMUX_API_KEY"))
+        self._router = RouterApp(
+            RayMembers(), RouterOptions(api_key=os.environ.get("LORAMUX_API_KEY"))
+        )
         self._app = GuardedApp(self._router, runtime_loads=args["runtime_loads"])
         self._socket = listen(args["host"], int(args["port"]))
         config = uvicorn.Config(

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from loramux.http_server.error_body import encode_error
+from loramux.types.routes import UNSAFE_GETS
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ANY = "*"
-# Change or cost something, although GET.
-UNSAFE_GETS = ("/flush_cache", "/health_generate")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),

@@ -19,6 +19,7 @@ from loramux.registry.access import AccessRecords
 from loramux.registry.audit import Action, Actor, AuditLog, Event, Signer
 from loramux.registry.changes import Change
 from loramux.registry.database import Database
+from loramux.registry.desired import DesiredRecords
 from loramux.registry.names import (
     DEFAULT_TENANT,
     AdapterName,
@@ -108,6 +109,10 @@ class Registry:
     def tenants(self) -> TenantRecords:
         """The limits, settings and signing keys of tenants."""
         return TenantRecords(self._database, self._changing)
+
+    def desired(self, fleet: str) -> DesiredRecords:
+        """The adapters that every server of a fleet should have."""
+        return DesiredRecords(self._database, fleet, clock=self._clock)
 
     def close(self) -> None:
         self._database.close()

@@ -265,6 +265,30 @@ audit_entries = Table(
     Index(None, "tenant", "number"),
 )
 
+# One row for each fleet: the number of its last change. A change updates it first, so that changes
+# are serialized.
+desired_revisions = Table(
+    "desired_revisions",
+    metadata,
+    Column("fleet", String(128), primary_key=True),
+    Column("revision", BigInteger, nullable=False),
+)
+
+# The adapters that every server of a fleet should have beside those it was started with.
+desired_adapters = Table(
+    "desired_adapters",
+    metadata,
+    Column("fleet", String(128), primary_key=True),
+    Column("name", String(512), primary_key=True),
+    Column("state", String(16), nullable=False),
+    Column("source", String, nullable=False),
+    Column("cid", String(77), nullable=False),
+    Column("previous_source", String, nullable=False),
+    Column("previous_cid", String(77), nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("changed_at", Double, nullable=False),
+)
+
 
 FOLDER = Path(__file__).parent / "migrations"
 # Not alembic's default, so that other programs may use alembic in the same database.

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
 _TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     502: "BadGatewayError",
+    504: "GatewayTimeoutError",
     503: "ServiceUnavailableError",
 }
 LOST = "The answer is not complete: the connection to its server was lost."

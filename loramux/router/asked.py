@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from loramux.router.repeats import is_repeatable
+
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
 
-MAX_BODY_BYTES = 32 * 2**20
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade".split()
 )
@@ -21,18 +23,29 @@ _DROPPED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _BYTES_PER_TOKEN = 4
 # The header that replaces the adapter of a body.
 _SAGEMAKER = "x-amzn-sagemaker-adapter-identifier"
-_CHANGING = (
-    "/v1/adapters",
-    "/v1/load_lora",
-    "/v1/unload_lora",
-    "/adapters",
-    "/load_lora",
-    "/unload_lora",
-    "/lora-adapters",
-)
 
 
 class BodyTooLarge(Exception): ...
+
+
+class BodiesTooLarge(Exception):
+    """The bodies of all open requests take too much memory."""
+
+
+class BodyLimits:
+    """What bodies may take of the router's memory: one, and all that are open."""
+
+    def __init__(self, each: int, together: int) -> None:
+        self.each = each
+        self._left = together
+
+    def take(self, size: int) -> None:
+        if size > self._left:
+            raise BodiesTooLarge
+        self._left -= size
+
+    def give_back(self, size: int) -> None:
+        self._left += size
 
 
 class ClientLeft(Exception): ...
@@ -75,26 +88,42 @@ class Asked:
     @property
     def is_repeatable(self) -> bool:
         """Whether a second try has no effect beside its answer."""
-        return self.method in ("GET", "HEAD") or not self.path.startswith(_CHANGING)
+        return is_repeatable(self.method, self.path)
 
     def header(self, name: str) -> str:
         return next((value for key, value in self.headers if key.lower() == name), "")
 
 
-async def read_asked(scope: Scope, receive: Receive) -> Asked:
-    """Reads a request whole; raises BodyTooLarge or ClientLeft."""
-    pieces, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLarge
-        if not message.get("more_body"):
-            break
-    body = b"".join(pieces)
+async def read_body(receive: Receive, limits: BodyLimits) -> bytes:
+    """Reads a body; raises BodyTooLarge, BodiesTooLarge or ClientLeft.
+
+    The caller gives its size back to the limits.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            piece = message.get("body", b"")
+            if size + len(piece) > limits.each:
+                raise BodyTooLarge
+            limits.take(len(piece))
+            size += len(piece)
+            pieces.append(piece)
+            if not message.get("more_body"):
+                return b"".join(pieces)
+    except BaseException:
+        limits.give_back(size)
+        raise
+
+
+def make_asked(scope: Scope, body: bytes, *, tenant_header: str = "") -> Asked:
+    """Returns the request of a scope.
+
+    `tenant_header`: in lower case, the header by which the servers tell tenants apart.
+    """
     target = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
     query = scope.get("query_string", b"").decode("latin-1")
     headers = _headers(scope)
@@ -108,7 +137,7 @@ async def read_asked(scope: Scope, receive: Receive) -> Asked:
         target=f"{target}?{query}" if query else target,
         headers=headers,
         body=body,
-        name=adapter_name(body, headers),
+        name=adapter_name(body, headers, tenant_header),
         request_id=request_id,
     )
 
@@ -158,7 +187,7 @@ def _form_fields(body: bytes, kind: str) -> _Named:
     return _Named(model=model, adapters=adapters)
 
 
-def adapter_name(body: bytes, headers: list[tuple[str, str]]) -> str:
+def adapter_name(body: bytes, headers: list[tuple[str, str]], tenant_header: str = "") -> str:
     """Returns what a request asks for; empty where nothing can be read."""
     named = _named(body, headers)
     parameters = named.parameters if isinstance(named.parameters, dict) else {}
@@ -175,7 +204,8 @@ def adapter_name(body: bytes, headers: list[tuple[str, str]]) -> str:
     if not isinstance(found, str):
         return ""
     # A bare name may mean another adapter for another tenant.
-    who = [value for key, value in headers if key in ("authorization", "x-api-key", "x-tenant")]
+    telling = ("authorization", "x-api-key", tenant_header)
+    who = [value for key, value in headers if key in telling]
     return "\0".join((found, *who)) if "/" not in found and who else found
 
 
@@ -183,6 +213,17 @@ def _sum(adapters: Any) -> str:
     if not isinstance(adapters, list):
         return ""
     return "+".join(one for one in adapters if isinstance(one, str))
+
+
+def credentials(headers: Iterable[tuple[str, str]]) -> set[str]:
+    """Returns the keys that a request names."""
+    found = set()
+    for name, value in headers:
+        if name.lower() == "x-api-key":
+            found.add(value.strip())
+        elif name.lower() == "authorization":
+            found.add(value.strip().partition(" ")[2].strip())
+    return found
 
 
 def passed_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -6,11 +6,14 @@ Pure: no clock and no sockets of its own, so that simulations and tests run the 
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
+from loramux.router.conduct import MAX_EJECTED_SHARE, Conduct
+from loramux.router.recently_used import RecentlyUsed
 from loramux.types.replica_report import USUAL_ANSWER_TOKENS, ResidencyReport
 from loramux.types.residency import Tier, key_of_cid
 
@@ -38,6 +41,7 @@ _NUM_LEAST_LOADED = 2
 _MAX_NAMES = 100_000
 _MAX_RECENT = 4096
 _MASK = (1 << 64) - 1
+_CID = re.compile(r"[a-z0-9]+:sha256:[0-9a-f]{64}")
 
 
 def key_of_name(name: str) -> str:
@@ -99,9 +103,19 @@ class Replica:
     reported_s: float = -1e9
     """When the last report came."""
     salt: int = 0
+    conduct: Conduct = field(default_factory=Conduct)
+    is_prepared: bool = True
+    """Whether it has what it should have of the adapters that were loaded at run time."""
+    lacking: frozenset[str] = frozenset()
+    """Names that were loaded at run time and that it does not have."""
 
     def __post_init__(self) -> None:
         self.salt = int(key_of_name(self.name), 16)
+
+    @property
+    def id(self) -> str:
+        """The name for clients, which does not tell the address."""
+        return f"r-{self.salt & 0xFFFFFFFF:08x}"
 
     @property
     def load(self) -> int:
@@ -117,7 +131,11 @@ class Replica:
         return tier
 
     def seconds(self, keys: Sequence[str], prompt_tokens: float, now: float) -> float:
-        """Returns the expected seconds to the first token."""
+        """Returns the expected seconds to the first token: claimed ones, and what exceeded them."""
+        return self.claimed_seconds(keys, prompt_tokens, now) + self.conduct.excess_s(now)
+
+    def claimed_seconds(self, keys: Sequence[str], prompt_tokens: float, now: float) -> float:
+        """Returns the seconds to the first token that follow from the reports."""
         load = self.load
         tiers = [self.tier_of(key, now) for key in keys]
         if all(tier == Tier.DEVICE for tier in tiers):
@@ -128,15 +146,22 @@ class Replica:
         return wait + prompt + load * self.step_s * _CROWD + _LOAD_FACTOR * loads
 
 
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What an answer has told of a name."""
+
+    keys: tuple[str, ...]
+    base_digest: str
+
+
 class Fleet:
     """The replicas of one router, and the CIDs of the names that were asked for."""
 
     def __init__(self, replicas: Iterable[Replica] = ()) -> None:
         self.replicas = {replica.name: replica for replica in replicas}
         self._holders: dict[str, dict[str, Replica]] = {}
-        self._keys: dict[str, tuple[str, ...]] = {}
-        self._bases: dict[str, str] = {}
-        self._homes: dict[str, list[Replica]] = {}
+        self._names: RecentlyUsed[str, _Meaning] = RecentlyUsed(_MAX_NAMES)
+        self._homes: RecentlyUsed[str, list[Replica]] = RecentlyUsed(_MAX_NAMES)
 
     def add(self, replica: Replica) -> None:
         self.replicas[replica.name] = replica
@@ -151,30 +176,29 @@ class Fleet:
         """Returns the keys of a name; empty for the base."""
         if not name:
             return ()
-        known = self._keys.get(name)
-        return (key_of_name(name.partition("\0")[0]),) if known is None else known
+        known = self._names.get(name)
+        return (key_of_name(name.partition("\0")[0]),) if known is None else known.keys
 
     def learn(self, name: str, cids: str, *, base_digest: str = "") -> None:
         """Records what a name meant, from an answer: a moved alias is corrected by the next one.
 
-        `cids` is empty for a name of the base.
+        `cids` is empty for a name of the base. What is no CID is not believed.
         """
-        if len(self._keys) >= _MAX_NAMES:
-            self._keys.clear()
-            self._bases.clear()
-        self._keys[name] = tuple(key_of_cid(cid) for cid in cids.split(",") if cid)
-        self._bases[name] = base_digest
+        found = [cid for cid in cids.split(",") if cid]
+        if all(_CID.fullmatch(cid) for cid in found):
+            self._names.put(name, _Meaning(tuple(map(key_of_cid, found)), base_digest))
 
     def base_of(self, name: str) -> str:
         """Returns the digest of the base that answered to a name; empty if none has."""
-        return self._bases.get(name, "")
+        known = self._names.get(name)
+        return "" if known is None else known.base_digest
 
     def move(self, names: Collection[str], keys: tuple[str, ...]) -> None:
         """Records that these names of all callers now mean another adapter."""
-        for known in [known for known in self._keys if known.partition("\0")[0] in names]:
-            self._keys[known] = keys
+        for known in [known for known in self._names if known.partition("\0")[0] in names]:
+            self._names.put(known, _Meaning(keys, self.base_of(known)))
         for name in names:
-            self._keys[name] = keys
+            self._names.put(name, _Meaning(keys, self.base_of(name)))
 
     def apply(self, replica: Replica, report: ResidencyReport, *, now: float, own: int) -> None:
         """Applies a report; raises Gap.
@@ -194,6 +218,9 @@ class Fleet:
                 self._holders.setdefault(key, {})[replica.name] = replica
             elif replica.tiers.pop(key, None) is not None:
                 self._drop_holder(key, replica)
+        if replica.instance != report.instance:
+            # Another process, which is not to blame for the one before.
+            replica.conduct = Conduct()
         replica.instance, replica.generation = report.instance, report.generation
         replica.state = State(report.state)
         replica.base, replica.base_digest = report.base, report.base_digest
@@ -205,17 +232,27 @@ class Fleet:
         replica.answer_tokens = report.answer_tokens
         replica.own_reported, replica.reported_s = own, now
 
+    def without_report(self, replica: Replica) -> None:
+        """Records that what a replica reports cannot be used: nothing is known of it."""
+        self._forget_tiers(replica)
+        replica.state, replica.generation = State.UNKNOWN, -1
+
     def usable(self, now: float) -> list[Replica]:
         """Returns the replicas that take requests; where there are none, those that might."""
         replicas = self.replicas.values()
         ready = [r for r in replicas if r.state is State.READY and r.failed_until <= now]
         heard = [r for r in ready if now - r.reported_s <= SILENT_S]
-        return heard or ready or [r for r in replicas if r.state not in _LEAVING] or list(replicas)
+        prepared = [r for r in heard if r.is_prepared]
+        good = [r for r in prepared if not r.conduct.is_out(now)]
+        found = good or prepared or heard or ready
+        return found or [r for r in replicas if r.state not in _LEAVING] or list(replicas)
 
     def ranked(self, name: str, *, prompt_tokens: float = 200, now: float) -> Iterator[Replica]:
         """Yields replicas, the one with the fewest expected seconds first, each once."""
         keys = self.keys_of(name)
         usable = self.usable(now)
+        parts = frozenset(name.partition("\0")[0].split("+"))
+        usable = [r for r in usable if parts.isdisjoint(r.lacking)] or usable
         base = self.base_of(name)
         if base and len({replica.base_digest for replica in usable}) > 1:
             usable = [r for r in usable if r.base_digest == base] or usable
@@ -255,13 +292,26 @@ class Fleet:
 
     def sent(self, replica: Replica, name: str, now: float) -> None:
         replica.own += 1
-        if len(replica.recent) >= _MAX_RECENT:
-            replica.recent.clear()
+        replica.conduct.begun(now)
         for key in self.keys_of(name):
+            replica.recent.pop(key, None)
             replica.recent[key] = now
+            if len(replica.recent) > _MAX_RECENT:
+                del replica.recent[next(iter(replica.recent))]
 
     def ended(self, replica: Replica) -> None:
         replica.own -= 1
+        replica.conduct.is_probed = False
+
+    def judge(self, replica: Replica, *, is_fault: bool, now: float) -> None:
+        """Records whether an answer was a fault of the replica, which several in a row eject."""
+        if not is_fault:
+            replica.conduct.good(now)
+            return
+        others = [one for one in self.replicas.values() if one is not replica]
+        num_out = sum(now < one.conduct.ejected_until for one in others)
+        may_eject = num_out + 1 <= MAX_EJECTED_SHARE * len(self.replicas)
+        replica.conduct.fault(now, may_eject=may_eject)
 
     def failed(self, replica: Replica, now: float) -> None:
         replica.failed_until = now + BACK_OFF_S
@@ -287,10 +337,8 @@ class Fleet:
         joined = ",".join(keys)
         homes = self._homes.get(joined)
         if homes is None:
-            if len(self._homes) >= _MAX_NAMES:
-                self._homes.clear()
             homes = self._in_hash_order(keys, list(self.replicas.values()))[: 2 * _NUM_HOMES]
-            self._homes[joined] = homes
+            self._homes.put(joined, homes)
         chosen |= {home.name: home for home in homes}
         ids = set(map(id, usable))
         chosen = {name: r for name, r in chosen.items() if id(r) in ids}

@@ -28,6 +28,11 @@ class RouterMetrics:
             "Requests that went to another replica.",
             registry=self.registry,
         )
+        self._unbudgeted = Counter(
+            "loramux_router:retries_over_budget",
+            "Requests that were not tried again because the budget of retries was spent.",
+            registry=self.registry,
+        )
         self._failures = Counter(
             "loramux_router:replica_failures",
             "Connections that failed or were lost.",
@@ -60,6 +65,9 @@ class RouterMetrics:
     def retried(self) -> None:
         self._retries.inc()
 
+    def unbudgeted(self) -> None:
+        self._unbudgeted.inc()
+
     def failed(self, replica: Replica) -> None:
         self._failures.labels(replica.name).inc()
 
@@ -76,6 +84,8 @@ class _FleetCollector(Collector):
         told = (
             ("ready", "1 while the replica takes requests.", _is_ready),
             ("open", "Open sequences: reported ones, and this router's requests.", _load),
+            ("ejected", "1 while the replica is left out after faults in a row.", _is_ejected),
+            ("lacking", "Adapters that it should have and does not.", _num_lacking),
             ("stale", f"1 if the newest report is older than {STALE_S:g} s.", _is_stale),
             ("adapters", "Adapters in memory or on disk.", _num_adapters),
         )
@@ -88,6 +98,14 @@ class _FleetCollector(Collector):
 
 def _is_ready(replica: Replica, now: float) -> float:
     return replica.state is State.READY
+
+
+def _is_ejected(replica: Replica, now: float) -> float:
+    return replica.conduct.is_out(now)
+
+
+def _num_lacking(replica: Replica, now: float) -> float:
+    return len(replica.lacking)
 
 
 def _load(replica: Replica, now: float) -> float:

@@ -21,7 +21,7 @@ from loramux.registry.names import AdapterName, NameReference
 from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry, RouteCache
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
-from loramux.router.asked import Asked
+from loramux.router.asked import Asked, credentials
 from loramux.router.fleet import Fleet
 from loramux.threads import QUERIES
 
@@ -138,7 +138,7 @@ class RegistryNames:
         """Decides by the name and the caller alone, before anything is looked up."""
         if self._tenant_header and asked.header(self._tenant_header):
             return False
-        given = _credentials(asked)
+        given = credentials(asked.headers)
         if not given or given == {self._api_key}:
             return True
         key = parse_key(next(iter(given))) if len(given) == 1 else None
@@ -168,13 +168,3 @@ class RegistryNames:
 
 def _exact(resolved: Resolved) -> str:
     return f"{resolved.tenant}/{resolved.name}@{resolved.version}"
-
-
-def _credentials(asked: Asked) -> set[str]:
-    found = set()
-    for name, value in asked.headers:
-        if name.lower() == "x-api-key":
-            found.add(value.strip())
-        elif name.lower() == "authorization":
-            found.add(value.strip().partition(" ")[2].strip())
-    return found

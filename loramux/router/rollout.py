@@ -76,7 +76,7 @@ class RollOut:
                 return told
             found = json.loads(told.body)
             entry = entry or found
-            replicas[replica.name] = found.get("tier", "device")
+            replicas[replica.id] = found.get("tier", "device")
             if found.get("cid"):
                 # Its places follow from its CID from now on.
                 self._fleet.learn(name, found["cid"], base_digest=replica.base_digest)
@@ -87,7 +87,7 @@ class RollOut:
     def _next_to_warm(self, name: str, warmed: dict[str, str]) -> Replica | None:
         now = time.monotonic()
         places = self._fleet.homes(name, now=now) + self._fleet.holders(name, now=now)
-        return next((one for one in places if one.name not in warmed), None)
+        return next((one for one in places if one.id not in warmed), None)
 
     async def _change(self, asked: Asked) -> Whole:
         """Asks one replica: the registry is shared."""
@@ -109,7 +109,7 @@ class RollOut:
         if len(targets) == 1:
             keys = self._fleet.keys_of(f"{name}@{targets[0]}")
             self._fleet.move(names, keys)
-        state = {one.name: one.revision for one in self._fleet.replicas.values()}
+        state = {one.id: one.revision for one in self._fleet.replicas.values()}
         told |= {"settled": not behind, "registry_revision": revision, "replicas": state}
         return json_answer(told)
 

@@ -53,8 +53,15 @@ class Answer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Broken(str(error) or type(error).__name__) from error
 
-    async def whole(self) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks()])
+    async def whole(self, max_bytes: int | None = None) -> bytes:
+        """Returns the body; raises Broken, also for one that is larger."""
+        pieces, size = [], 0
+        async for chunk in self.chunks():
+            size += len(chunk)
+            if max_bytes is not None and size > max_bytes:
+                raise Broken(f"the answer has more than {max_bytes} bytes")
+            pieces.append(chunk)
+        return b"".join(pieces)
 
 
 class Upstream:
@@ -72,6 +79,8 @@ class Upstream:
             timeout=ClientTimeout(total=None, sock_connect=_CONNECT_S),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
+        # aiohttp would repeat GET and DELETE by itself, uncounted.
+        self._session._retry_connection = False
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -166,3 +166,6 @@ ROUTE_ACCESS: Mapping[str, Access] = {
     **{route: replace(access, modality="image") for route, access in _IMAGES.items()},
 }
 """By method and path. GET includes HEAD."""
+
+UNSAFE_GETS = ("/flush_cache", "/health_generate")
+"""Ends of paths that change or cost something, although GET."""

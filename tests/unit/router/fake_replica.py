@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from loramux.router.app import RouterApp
-from loramux.router.fleet import State
+from loramux.router.app import RouterApp, RouterOptions
+from loramux.router.fleet import Replica, State
 from loramux.router.members import StaticMembers
 from loramux.types.replica_report import ResidencyReport
 
@@ -75,6 +75,11 @@ class FakeReplica:
     port: int = 0
     server: asyncio.Server | None = None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    @property
+    def id(self) -> str:
+        """How clients of a router know it."""
+        return Replica(name=self.url, url=self.url).id
 
     @property
     def url(self) -> str:
@@ -185,12 +190,16 @@ async def ask(
 
 @asynccontextmanager
 async def running_router(
-    *replicas: FakeReplica, waits: bool = True, **options: Any
+    *replicas: FakeReplica,
+    waits: bool = True,
+    options: RouterOptions | None = None,
+    **parts: Any,
 ) -> AsyncIterator[RouterApp]:
     """Starts the replicas, and a router that has a report of each of them."""
     for replica in replicas:
         await replica.start()
-    app = RouterApp(StaticMembers([replica.url for replica in replicas]), **options)
+    options = options or RouterOptions(is_status_open=True)
+    app = RouterApp(StaticMembers([replica.url for replica in replicas]), options, **parts)
     messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     told: asyncio.Queue[Any] = asyncio.Queue()
     await messages.put({"type": "lifespan.startup"})

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.errors import InvalidRequest
+from loramux.router.app import RouterOptions
 from loramux.router.asked import adapter_name
 from loramux.router.members import DnsMembers, StaticMembers, find_members
 from tests.unit.router.fake_replica import FakeReplica, Request, ask, http, run, running_router
 
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 CIDS = ["cidv1:sha256:" + digit * 64 for digit in "ab"]
 
 COUNTERS = [
@@ -34,7 +34,6 @@ class Server:
 
     def __init__(self, tier: str = "device") -> None:
         self.tier = tier
-        self.loaded: set[str] = set()
         self.pinned = False
         self.warmed: list[str] = []
         self.promoted: list[Any] = []
@@ -53,10 +52,6 @@ class Server:
                 return 200, {"data": [{"id": "base"}, {"id": f"only-{replica.name}"}]}
             case "/v1/adapters":
                 return 200, {"data": [entry(CIDS[0], self.tier)], "total": 1}
-            case "/v1/load_lora_adapter":
-                self.loaded.add(request.json["lora_name"])
-            case "/v1/unload_lora_adapter":
-                self.loaded.discard(request.json["lora_name"])
         if request.path.endswith("/pin"):
             self.pinned = request.method == "POST"
         if request.path.endswith("/warm"):
@@ -83,31 +78,8 @@ def test_lists_are_those_of_all_replicas() -> None:
             assert ids == {"base", "only-0", "only-1", "only-2"}
             (adapter,) = (await ask(app, "/v1/adapters?limit=5", method="GET")).json["data"]
             assert adapter["tier"] == "device" and adapter["hits"] == 3
-            tiers = {one.url: "device" if one.name != "0" else "host" for one in replicas}
+            tiers = {one.id: "device" if one.name != "0" else "host" for one in replicas}
             assert adapter["replicas"] == tiers
-
-    run(work())
-
-
-def test_a_runtime_load_is_everywhere_or_nowhere_and_repeated_for_new_replicas() -> None:
-    async def work() -> None:
-        replicas, servers = fleet()
-        async with running_router(*replicas) as app:
-            body = {"lora_name": "n", "lora_path": "/x"}
-            assert (await ask(app, LOAD, body)).status == 200
-            assert all(server.loaded == {"n"} for server in servers)
-            servers[1].refuses = True
-            reply = await ask(app, LOAD, {"lora_name": "m", "lora_path": "/y"})
-            assert reply.status == 422
-            assert all(server.loaded == {"n"} for server in servers)
-            servers[1].refuses = False
-            # A replica starts anew and has lost what was loaded at run time.
-            servers[2].loaded.clear()
-            replicas[2].fields["instance"] = "another"
-            while servers[2].loaded != {"n"}:
-                await asyncio.sleep(0.01)
-            assert (await ask(app, UNLOAD, {"lora_name": "n"})).status == 200
-            assert not any(server.loaded for server in servers)
 
     run(work())
 
@@ -174,6 +146,43 @@ def test_a_warm_that_fails_leaves_the_alias() -> None:
     run(work())
 
 
+def test_lists_are_asked_for_once_in_a_moment_by_caller() -> None:
+    async def work() -> None:
+        replicas, _ = fleet(3)
+        async with running_router(*replicas) as app:
+            for _ in range(10):
+                assert (await ask(app, "/v1/models", method="GET")).status == 200
+            assert [len(replica.requests) for replica in replicas] == [1, 1, 1]
+            # Another caller sees other names.
+            headers = {"authorization": "Bearer other"}
+            await ask(app, "/v1/models", method="GET", headers=headers)
+            assert len(replicas[0].requests) == 2
+            replicas[1].fields["revision"] = 3
+            while app.fleet.revision < 3:
+                await asyncio.sleep(0.01)
+            await ask(app, "/v1/models", method="GET")
+            assert len(replicas[0].requests) == 3
+
+    run(work())
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/replicas", "/v1/stats"])
+def test_what_names_the_servers_needs_the_key_of_the_router(path: str) -> None:
+    async def work() -> None:
+        replica = FakeReplica("0")
+        async with running_router(replica, options=RouterOptions(api_key="own")) as app:
+            refused = await ask(app, path, method="GET", headers={"authorization": "Bearer no"})
+            assert refused.status == 401 and replica.url.encode() not in refused.body
+            for headers in ({"authorization": "Bearer own"}, {"x-api-key": "own"}):
+                told = await ask(app, path, method="GET", headers=headers)
+                assert told.status == 200 and replica.url.encode() in told.body
+        async with running_router(replica, options=RouterOptions()) as app:
+            assert (await ask(app, path, method="GET")).status == 401
+            assert (await ask(app, "/health", method="GET")).status == 200
+
+    run(work())
+
+
 def test_own_routes_tell_of_the_router() -> None:
     async def work() -> None:
         replicas, _ = fleet(2)
@@ -195,13 +204,28 @@ def test_own_routes_tell_of_the_router() -> None:
     run(work())
 
 
-def test_a_large_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.router.asked.MAX_BODY_BYTES", 100)
+def test_a_large_body_is_refused_and_so_are_many_at_once() -> None:
+    options = RouterOptions(max_body_bytes=100, max_bodies_bytes=150)
 
     async def work() -> None:
-        replica = FakeReplica("0")
-        async with running_router(replica) as app:
+        go_on = asyncio.Event()
+
+        async def halting(replica: FakeReplica, request: Request, writer: Any) -> None:
+            await go_on.wait()
+            writer.write(http(200, b"{}"))
+
+        replica = FakeReplica("0", script=halting)
+        async with running_router(replica, options=options) as app:
             assert (await ask(app, body=b"x" * 101)).status == 413 and not replica.requests
+            first = asyncio.create_task(ask(app, body=b"x" * 100))
+            while not replica.requests:
+                await asyncio.sleep(0.01)
+            refused = await ask(app, body=b"x" * 100)
+            assert refused.status == 503 and refused.headers["retry-after"] == "1"
+            go_on.set()
+            assert (await first).status == 200
+            # Its memory was given back.
+            assert (await ask(app, body=b"x" * 100)).status == 200
 
     run(work())
 
@@ -297,6 +321,12 @@ def test_a_form_passes_unchanged() -> None:
 def test_the_header_of_sagemaker_names_the_adapter() -> None:
     header = ("x-amzn-sagemaker-adapter-identifier", "a")
     assert adapter_name(b'{"model": "m"}', [header]) == "a"
+
+
+def test_a_bare_name_is_one_of_the_tenant_that_the_header_of_the_servers_names() -> None:
+    headers = [("x-tenant", "acme"), ("x-org", "globex")]
+    names = [adapter_name(b'{"model": "a"}', headers, one) for one in ("", "x-tenant", "x-org")]
+    assert names == ["a", "a\0acme", "a\0globex"]
 
 
 @pytest.mark.parametrize(

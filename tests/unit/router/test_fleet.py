@@ -180,3 +180,61 @@ def test_a_name_without_word_of_its_adapter_is_not_taken_for_the_base() -> None:
     assert fleet.keys_of("style") == (key_of_name("style"),)
     fleet.learn("base", "")
     assert fleet.keys_of("base") == ()
+
+
+def test_names_that_are_asked_for_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.router.fleet._MAX_NAMES", 100)
+    fleet = fleet_of(2)
+    cid = "cidv1:sha256:" + "ab" * 32
+    fleet.learn("kept", cid)
+    for number in range(1000):
+        fleet.learn(f"other-{number}", "cidv1:sha256:" + "cd" * 32)
+        assert fleet.keys_of("kept") == ("ab" * 8,)
+    assert fleet.keys_of("other-999") == ("cd" * 8,) != fleet.keys_of("other-1")
+
+
+def test_half_of_a_fleet_is_ejected_at_most_and_each_time_for_longer() -> None:
+    fleet = fleet_of(4)
+    for replica in fleet.replicas.values():
+        for _ in range(20):
+            fleet.judge(replica, is_fault=True, now=1)
+    out = [r for r in fleet.replicas.values() if r.conduct.is_out(1)]
+    assert len(out) == 2 and len(fleet.usable(1)) == 2
+    replica, lengths, now = out[0], list[float](), 1.0
+    for _ in range(8):
+        now = replica.conduct.ejected_until
+        assert not replica.conduct.is_out(now)
+        # One request at a time.
+        fleet.sent(replica, "x", now)
+        assert replica.conduct.is_out(now)
+        fleet.ended(replica)
+        fleet.judge(replica, is_fault=True, now=now)
+        lengths.append(replica.conduct.ejected_until - now)
+    assert lengths == [4, 8, 16, 32, 60, 60, 60, 60]
+    fleet.judge(replica, is_fault=False, now=replica.conduct.ejected_until)
+    assert not replica.conduct.is_out(now)
+
+
+def test_the_last_replica_is_not_ejected() -> None:
+    fleet = fleet_of(1)
+    for _ in range(20):
+        fleet.judge(fleet.replicas["r0"], is_fault=True, now=0)
+    assert order(fleet, "x") == ["r0"]
+
+
+def test_a_new_process_is_not_to_blame_for_the_one_before() -> None:
+    fleet = fleet_of(2)
+    replica = fleet.replicas["r0"]
+    for _ in range(5):
+        fleet.judge(replica, is_fault=True, now=0)
+    assert replica.conduct.is_out(0)
+    fleet.apply(replica, report(instance="j"), now=0, own=0)
+    assert not replica.conduct.is_out(0)
+
+
+def test_a_replica_that_lacks_an_adapter_is_asked_for_others() -> None:
+    fleet = fleet_of(2)
+    fleet.replicas["r0"].lacking = frozenset({"n"})
+    for name in ("n", "n\0Bearer k", "m+n"):
+        assert order(fleet, name)[0] == "r1"
+    assert {order(fleet, f"x{i}")[0] for i in range(20)} == {"r0", "r1"}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
-import pytest
-
 from loramux.registry.names import DEFAULT_TENANT
+from loramux.router.app import RouterOptions
 from loramux.types.residency import key_of_cid
 from tests.registry_factory import make_cid
 from tests.unit.router.fake_replica import FakeReplica, Request, ask, http, run, running_router
@@ -42,7 +40,7 @@ def test_a_restarted_replica_loads_the_busiest_of_what_the_hash_makes_its_own() 
     async def work() -> None:
         servers = [Server() for _ in range(3)]
         replicas = [FakeReplica(str(i), script=server) for i, server in enumerate(servers)]
-        async with running_router(*replicas, api_key="own") as app:
+        async with running_router(*replicas, options=RouterOptions(api_key="own")) as app:
             for number in range(NUM_ADAPTERS):
                 for _ in range(number + 1):
                     await ask(app, body={"model": name_of(number)})
@@ -83,42 +81,3 @@ def test_without_the_scope_nothing_more_is_tried() -> None:
             assert (await ask(app, body={"model": name_of(0)})).status == 200
 
     run(work())
-
-
-@pytest.mark.parametrize("is_unloaded", [False, True])
-def test_a_load_that_another_router_has_undone_is_not_repeated(is_unloaded: bool) -> None:
-    loaded: list[set[str]] = [set(), set()]
-
-    async def answer(replica: FakeReplica, request: Request, writer: Any) -> None:
-        own = loaded[int(replica.name)]
-        status = 200
-        if request.path == "/v1/load_lora_adapter":
-            own.add(request.json["lora_name"])
-        elif request.path == "/v1/unload_lora_adapter":
-            own.discard(request.json["lora_name"])
-        elif request.path.startswith("/v1/models/"):
-            status = 200 if request.path.removeprefix("/v1/models/") in own else 404
-        writer.write(http(status, json.dumps({}).encode()))
-
-    async def work() -> None:
-        replicas = [FakeReplica(str(i), script=answer) for i in range(2)]
-        async with running_router(*replicas) as first:
-            load = {"lora_name": "n", "lora_path": "/x"}
-            assert (await ask(first, "/v1/load_lora_adapter", load)).status == 200
-            if is_unloaded:
-                for own in loaded:
-                    own.clear()
-            loaded[0].clear()
-            # It started anew.
-            replicas[0].fields["instance"] = "another"
-            while app_instance(first, replicas[0]) != "another":
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            assert loaded[0] == (set() if is_unloaded else {"n"})
-
-    run(work())
-
-
-def app_instance(app: Any, replica: FakeReplica) -> str:
-    instance: str = app.fleet.replicas[replica.url].instance
-    return instance

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loramux.router.app import RouterApp
-from loramux.router.fleet import BACK_OFF_S, SILENT_S
+from loramux.router.fleet import BACK_OFF_S, SILENT_S, State
 from tests.unit.router.fake_replica import (
     STREAM_HEAD,
     FakeReplica,
@@ -75,10 +75,12 @@ def two(first_does: Any, then_does: Any = say_name, body: Any = ASKED, **options
 def test_what_another_replica_may_answer_goes_to_the_next(does: Any) -> None:
     reply, first, second, _ = two(does)
     assert (reply.status, reply.json) == (200, {"from": second.name})
-    assert reply.headers["x-loramux-replica"] == second.url
+    assert reply.headers["x-loramux-replica"] == second.id
+    assert "127.0.0.1" not in str(reply.headers)
     assert len(second.requests) == 1
     ids = {one.headers["x-request-id"] for one in first.requests + second.requests}
-    assert len(ids) == 1 and second.requests[0].headers["x-loramux-attempt"] == "2"
+    attempt = int(second.requests[0].headers["x-loramux-attempt"])
+    assert len(ids) == 1 and attempt == len(first.requests) + 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 413, 422, 500])
@@ -260,6 +262,124 @@ def test_a_change_of_names_is_not_repeated_after_it_may_have_happened() -> None:
             reply = await ask(app, "/v1/adapters", {"reference": "a", "source": "/x"})
             assert reply.status == 502
             assert sum(len(replica.requests) for replica in replicas) == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/keys"),
+        ("POST", "/v1/keys/k/rotate"),
+        ("DELETE", "/v1/keys/k"),
+        ("POST", "/flush_cache"),
+        ("GET", "/flush_cache"),
+        ("POST", "/v1/unknown"),
+        ("PUT", "/v1/completions"),
+        ("DELETE", "/v1/adapters/t/a"),
+    ],
+)
+@pytest.mark.parametrize("does", [reset, answering(503), answering(429)])
+def test_what_may_have_had_an_effect_is_executed_once(method: str, path: str, does: Any) -> None:
+    async def work() -> None:
+        replicas = [FakeReplica(str(i), script=does) for i in range(3)]
+        async with running_router(*replicas) as app:
+            reply = await ask(app, path, {}, method=method)
+            assert reply.status in (429, 502, 503)
+            assert sum(len(replica.requests) for replica in replicas) == 1
+
+    run(work())
+
+
+def test_a_change_goes_to_another_replica_where_one_was_not_reached() -> None:
+    async def work() -> None:
+        replicas = [FakeReplica("0"), FakeReplica("1")]
+        async with running_router(*replicas) as app:
+            first, second = first_for(app, replicas, "")
+            await first.stop()
+            gone = app.fleet.replicas[first.url]
+            while gone.state is not State.UNKNOWN:
+                await asyncio.sleep(0.01)
+            # As if its last report had come just before.
+            gone.state = State.READY
+            assert first_for(app, replicas, "")[0] is first
+            assert (await ask(app, "/v1/keys", {})).json == {"from": second.name}
+            await first.start()
+
+    run(work())
+
+
+@pytest.mark.parametrize("does", [answering(503), answering(429), reset])
+def test_a_request_is_tried_three_times_at_most(does: Any) -> None:
+    async def work() -> None:
+        replicas = [FakeReplica(str(i), script=does) for i in range(8)]
+        async with running_router(*replicas) as app:
+            assert (await ask(app, body=ASKED)).status in (429, 503)
+            assert sum(len(replica.requests) for replica in replicas) == 3
+            tries = [r.headers["x-loramux-attempt"] for one in replicas for r in one.requests]
+            assert sorted(tries) == ["1", "2", "3"]
+
+    run(work())
+
+
+def test_a_fleet_that_is_full_gets_a_fifth_more_requests() -> None:
+    async def work() -> None:
+        replicas = [FakeReplica(str(i), script=answering(429)) for i in range(4)]
+        async with running_router(*replicas) as app:
+            for _ in range(200):
+                assert (await ask(app, body=ASKED)).status == 429
+            total = sum(len(replica.requests) for replica in replicas)
+            # The reserve of a router that starts is 20.
+            assert 220 <= total <= 200 * 1.2 + 21
+            text = (await ask(app, "/metrics", method="GET")).body.decode()
+            assert "loramux_router:retries_over_budget_total 1" in text
+
+    run(work())
+
+
+def test_a_replica_that_fails_quickly_is_ejected() -> None:
+    async def work() -> None:
+        replicas = [FakeReplica(str(i)) for i in range(3)]
+        async with running_router(*replicas) as app:
+            replicas[0].script = answering(500)
+            statuses = [(await ask(app, body={"model": "base"})).status for _ in range(100)]
+            assert 1 <= statuses.count(500) <= 6
+            (ejected,) = [r for r in app.fleet.replicas.values() if r.conduct.ejected_until]
+            assert ejected.url == replicas[0].url
+            # When its time has passed, one request at a time probes it.
+            replicas[0].script = say_name
+            ejected.conduct.ejected_until = 1e-9
+            for _ in range(50):
+                assert (await ask(app, body={"model": "base"})).status == 200
+            assert ejected.conduct.ejected_until == 0 and len(replicas[0].requests) > 6
+
+    run(work())
+
+
+def test_a_replica_that_promises_too_much_gets_less() -> None:
+    async def slow(replica: FakeReplica, request: Request, writer: Any) -> None:
+        await asyncio.sleep(0.15)
+        await say_name(replica, request, writer)
+
+    async def work() -> None:
+        liar = FakeReplica("0", script=slow, fields={"step_s": 0.0, "tier_s": [0.0] * 6})
+        others = [FakeReplica(str(i), fields={"tier_s": [0.01] * 6}) for i in (1, 2)]
+        async with running_router(liar, *others) as app:
+            for number in range(60):
+                await ask(app, body={"model": f"a{number}"})
+            # Without own measurements it would get them all.
+            assert len(liar.requests) < 20
+
+    run(work())
+
+
+@pytest.mark.parametrize("cid", ["zz", "cidv1:sha256:" + "g" * 64, "x:" + "0" * 16])
+def test_a_content_id_of_an_answer_that_is_none_is_not_believed(cid: str) -> None:
+    async def work() -> None:
+        replica = FakeReplica("0", script=answering(200, f"x-loramux-cid: {cid}"))
+        async with running_router(replica, FakeReplica("1")) as app:
+            for _ in range(3):
+                assert (await ask(app, body=ASKED)).status == 200
 
     run(work())
 
