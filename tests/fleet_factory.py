@@ -104,33 +104,56 @@ def running_fleet(
         yield fleet
 
 
+class RunningRouter:
+    """A router that keeps its port when it starts again."""
+
+    def __init__(
+        self, folder: Path, port: int, urls: list[str], options: RouterOptions | None = None
+    ) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._options = options or RouterOptions()
+        self._command = [sys.executable, "-m", "loramux.cli.main", "router", "--port", str(port)]
+        self._command += ["--open-status", *self._options.flags]
+        for url in urls:
+            self._command += ["--replicas", url]
+        self._log = folder / f"router-{port}.log"
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        with self._log.open("ab") as output:
+            environment = {**os.environ, **self._options.environment}
+            self.process = subprocess.Popen(
+                self._command, stdout=output, stderr=output, env=environment
+            )
+        deadline = time.monotonic() + READY_S
+        while True:
+            assert self.process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            try:
+                if httpx2.get(f"{self.url}/live", timeout=5).status_code == 200:
+                    return
+            except httpx2.HTTPError:
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
 @contextmanager
 def running_router(
     folder: Path, port: int, urls: list[str], options: RouterOptions | None = None
 ) -> Iterator[str]:
-    options = options or RouterOptions()
-    command = [sys.executable, "-m", "loramux.cli.main", "router", "--port", str(port)]
-    command += ["--open-status", *options.flags]
-    for url in urls:
-        command += ["--replicas", url]
-    log = folder / f"router-{port}.log"
-    with log.open("wb") as output:
-        environment = {**os.environ, **options.environment}
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + READY_S
+    router = RunningRouter(folder, port, urls, options)
     try:
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            try:
-                if httpx2.get(f"{url}/live", timeout=5).status_code == 200:
-                    break
-            except httpx2.HTTPError:
-                time.sleep(0.05)
-        yield url
+        router.start()
+        yield router.url
     finally:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        router.close()

@@ -180,6 +180,7 @@ def _ray_service() -> Schema:
         "headGroupSpec",
         rayVersion=TEXT,
         enableInTreeAutoscaling=BOOLEAN,
+        autoscalerOptions=obj(securityContext={"type": "object"}),
         headGroupSpec=head,
         workerGroupSpecs=array(workers),
     )

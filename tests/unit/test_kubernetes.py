@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from loramux.deploy.serve_config import serve_config
 from loramux.deploy.spec_file import read_spec
 from loramux.router.members import NamedMembers, find_members
 from tests.kubernetes_schemas import SCHEMAS
+from tests.pod_security import violations
 from tests.serve_flags import served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,13 +129,97 @@ def test_what_an_overlay_names_exists(overlay: str) -> None:
         assert (FOLDER / overlay / resource).exists()
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def pod_specs(manifest: Document) -> Iterator[Document]:
+    """Yields the pods of a manifest."""
+    if manifest["kind"] in ("StatefulSet", "Deployment", "RayService"):
+        for template in templates(manifest["spec"]):
+            yield template["spec"]
+
+
+def test_all_pods_pass_the_restricted_pod_security_standard() -> None:
+    specs = [spec for one in MANIFESTS.values() for spec in pod_specs(one)]
+    assert len(specs) == 4 and not [text for spec in specs for text in violations(spec)]
+    # KubeRay adds a container to the head.
+    cluster = found("RayService")["spec"]["rayClusterConfig"]
+    pod = cluster["headGroupSpec"]["template"]["spec"]["securityContext"]
+    added = {"name": "autoscaler", **cluster["autoscalerOptions"]}
+    assert not violations({"containers": [added], "securityContext": pod})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("allowPrivilegeEscalation", None, "loramux: allowPrivilegeEscalation"),
+        ("capabilities", {"drop": ["NET_RAW"]}, "loramux: capabilities.drop"),
+        ("capabilities", {"drop": ["ALL"], "add": ["SYS_ADMIN"]}, "loramux: capabilities.add"),
+        ("runAsNonRoot", False, "loramux: runAsNonRoot"),
+        ("runAsUser", 0, "loramux: runAsUser"),
+        ("seccompProfile", {"type": "Unconfined"}, "loramux: seccompProfile"),
+        ("privileged", True, "loramux: privileged"),
+        ("procMount", "Unmasked", "loramux: procMount"),
+    ],
+)
+def test_the_check_of_the_standard_finds_what_it_forbids(field: str, value: Any, told: str) -> None:
+    (spec,) = pod_specs(found("StatefulSet"))
+    spec["containers"][0]["securityContext"][field] = value
+    assert told in violations(spec)
+    spec["hostNetwork"] = True
+    spec["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
+    assert {"hostNetwork", "volume host"} <= set(violations(spec))
+
+
+@functools.cache
+def rendered(overlay: str) -> list[Document]:
+    command = ["kubectl", "kustomize", str(FOLDER / overlay)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [one for one in yaml.safe_load_all(text) if one is not None]
+
+
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is not installed"
+)
+
+
+@needs_kubectl
+def test_the_gateway_has_no_router_and_only_it_reaches_servers_without_keys() -> None:
+    made = rendered("gateway")
+    assert not [one for one in made if "loramux-router" in yaml.safe_dump(one)]
+    (servers,) = [one for one in made if one["kind"] == "StatefulSet"]
+    assert served(container(servers)["args"]).access.insecure_no_auth
+    (policy,) = [one for one in made if one["kind"] == "NetworkPolicy"]
+    selector = policy["spec"]["podSelector"]["matchLabels"]
+    assert selector.items() <= pod_labels(servers).items()
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    (rule,) = policy["spec"]["ingress"]
+    labels = [one["podSelector"]["matchLabels"] for one in rule["from"]]
+    assert {"app": "loramux-epp"} in labels and {"app.kubernetes.io/name": "prometheus"} in labels
+    (gateway,) = [one for one in rule["from"] if "gateway" in str(one)]
+    # Not any pod of any namespace that has its label.
+    assert "namespaceSelector" not in gateway
+
+
+@pytest.mark.parametrize("name", ["loramux", "loramux-router"])
+def test_the_policies_of_base_select_its_pods_and_let_prometheus_in(name: str) -> None:
+    (policy,) = [
+        one for one in documents(FOLDER / "base" / "access.yaml") if one["metadata"]["name"] == name
+    ]
+    kind = "StatefulSet" if name == "loramux" else "Deployment"
+    selector = policy["spec"]["podSelector"]["matchLabels"]
+    assert selector.items() <= pod_labels(found(kind, name)).items()
+    (rule,) = policy["spec"]["ingress"]
+    if name == "loramux":
+        labels = [one["podSelector"]["matchLabels"] for one in rule["from"]]
+        router = pod_labels(found("Deployment", "loramux-router"))
+        assert any(one.items() <= router.items() for one in labels)
+        assert {"app.kubernetes.io/name": "prometheus"} in labels
+
+
+@needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_renders_to_valid_manifests(overlay: str) -> None:
-    command = ["kubectl", "kustomize", str(FOLDER / overlay)]
-    rendered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    made = [one for one in yaml.safe_load_all(rendered) if one is not None]
+    made = rendered(overlay)
     assert made
+    assert not [text for one in made for spec in pod_specs(one) for text in violations(spec)]
     for one in made:
         check(one)
     for one in made:
@@ -206,7 +292,13 @@ def test_probes_and_times_are_in_the_order_that_loses_nothing() -> None:
     config = served(one["args"])
     assert pod_of(servers)["terminationGracePeriodSeconds"] >= sleep_s + config.drain_s + 15
     readiness = one["readinessProbe"]
-    assert sleep_s > readiness["periodSeconds"] * readiness["failureThreshold"]
+    # Failures at the end of a time limit each.
+    taken_s = max(readiness["periodSeconds"], readiness["timeoutSeconds"])
+    assert sleep_s > taken_s * readiness["failureThreshold"]
+    for server in (one, container(found("Deployment", "loramux-router"))):
+        for name in ("readiness", "liveness"):
+            probe = server[f"{name}Probe"]
+            assert probe["timeoutSeconds"] >= 2 and probe["failureThreshold"] >= 2
 
 
 def test_labels_select_the_pods() -> None:
