@@ -147,7 +147,7 @@ class Fleet:
 
     def new_key(self, *, is_admin: bool) -> Any:
         scopes = {KeyScope.INFER, KeyScope.ADMIN} if is_admin else {KeyScope.INFER}
-        return self.registry.access.create_key(KeyRights(scopes=frozenset(scopes)))
+        return self.registry.access.create_key(KeyRights(tenant=None, scopes=frozenset(scopes)))
 
 
 class Storm:
