@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,91 +41,99 @@ _DRAIN_S = 300
 _BODIES_AT_ONCE = 16
 
 
+_Replicas = Annotated[
+    list[str],
+    typer.Option(
+        metavar="URL",
+        help="http://HOST:PORT of a server, dns://HOST:PORT for all addresses of a name, or "
+        "dns://pod-{0..9}.DOMAIN:PORT for the names of a range; may be repeated.",
+    ),
+]
+_Registry = Annotated[
+    str | None,
+    typer.Option(
+        envvar=REGISTRY_VARIABLE,
+        metavar="URL|PATH",
+        help="The servers' registry: the router resolves tenant/name to a version, so that all "
+        "servers serve the same one. Default: the servers resolve.",
+    ),
+]
+_TenantHeader = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The servers' --tenant-header, if they have one."),
+]
+_Fleet = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Name of the fleet in the registry, where several fleets share one: the adapters "
+        "that are loaded at run time are recorded under it.",
+    ),
+]
+_AdaptersFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Without --registry: where the adapters that are loaded at run time are recorded. "
+        "Default: they end with the router.",
+    ),
+]
+_LoadS = Annotated[
+    float, typer.Option(help="Seconds that a server may take to load an adapter.", min=0.1)
+]
+_OpenStatus = Annotated[
+    bool,
+    typer.Option(
+        "--open-status",
+        help="Show /metrics, /v1/replicas and /v1/stats, which name the servers, without a "
+        "key. Default: they need the key of LORAMUX_API_KEY.",
+    ),
+]
+_AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST", help="As of `loramux serve`; may be repeated."),
+]
+_SslCertfile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="As of `loramux serve`: serves HTTPS.")
+]
+_SslKeyfile = Annotated[str | None, typer.Option(metavar="FILE", help="As of `loramux serve`.")]
+_SslCaCerts = Annotated[str | None, typer.Option(metavar="FILE", help="As of `loramux serve`.")]
+_MaxRequestSize = Annotated[
+    str, typer.Option(metavar="SIZE", help="Maximum size of a body; 16 of them fit at once.")
+]
+_MaxConnections = Annotated[int, typer.Option(help="Maximum number of open connections.", min=1)]
+_MaxConnectionsPerAddress = Annotated[
+    int | None, typer.Option(help="The same of one address. Default: no limit.", min=1)
+]
+_DrainS = Annotated[int, typer.Option(help="Seconds that open streams have to end after SIGTERM.")]
+
+
 def router(  # noqa: PLR0913  (the options of a command)
-    replicas: Annotated[
-        list[str],
-        typer.Option(
-            metavar="URL",
-            help="http://HOST:PORT of a server, dns://HOST:PORT for all addresses of a name, or "
-            "dns://pod-{0..9}.DOMAIN:PORT for the names of a range; may be repeated.",
-        ),
-    ],
+    replicas: _Replicas,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
-    registry: Annotated[
-        str | None,
-        typer.Option(
-            envvar=REGISTRY_VARIABLE,
-            metavar="URL|PATH",
-            help="The servers' registry: the router resolves tenant/name to a version, so that all "
-            "servers serve the same one. Default: the servers resolve.",
-        ),
-    ] = None,
-    tenant_header: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The servers' --tenant-header, if they have one."),
-    ] = None,
-    fleet: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the fleet in the registry, where several fleets share one: the adapters "
-            "that are loaded at run time are recorded under it.",
-        ),
-    ] = "default",
-    adapters_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Without --registry: where the adapters that are loaded at run time are recorded. "
-            "Default: they end with the router.",
-        ),
-    ] = None,
-    load_s: Annotated[
-        float, typer.Option(help="Seconds that a server may take to load an adapter.", min=0.1)
-    ] = 60.0,
-    open_status: Annotated[
-        bool,
-        typer.Option(
-            "--open-status",
-            help="Show /metrics, /v1/replicas and /v1/stats, which name the servers, without a "
-            "key. Default: they need the key of LORAMUX_API_KEY.",
-        ),
-    ] = False,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST", help="As of `loramux serve`; may be repeated."),
-    ] = None,
-    ssl_certfile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="As of `loramux serve`: serves HTTPS.")
-    ] = None,
-    ssl_keyfile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="As of `loramux serve`.")
-    ] = None,
-    ssl_ca_certs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="As of `loramux serve`.")
-    ] = None,
-    max_request_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum size of a body; 16 of them fit at once.")
-    ] = "16MiB",
-    max_connections: Annotated[
-        int, typer.Option(help="Maximum number of open connections.", min=1)
-    ] = 10_000,
-    max_connections_per_address: Annotated[
-        int | None, typer.Option(help="The same of one address. Default: no limit.", min=1)
-    ] = None,
-    drain_s: Annotated[
-        int, typer.Option(help="Seconds that open streams have to end after SIGTERM.")
-    ] = _DRAIN_S,
+    registry: _Registry = None,
+    tenant_header: _TenantHeader = None,
+    fleet: _Fleet = "default",
+    adapters_file: _AdaptersFile = None,
+    load_s: _LoadS = 60.0,
+    open_status: _OpenStatus = False,
+    allowed_hosts: _AllowedHosts = None,
+    ssl_certfile: _SslCertfile = None,
+    ssl_keyfile: _SslKeyfile = None,
+    ssl_ca_certs: _SslCaCerts = None,
+    max_request_size: _MaxRequestSize = "16MiB",
+    max_connections: _MaxConnections = 10_000,
+    max_connections_per_address: _MaxConnectionsPerAddress = None,
+    drain_s: _DrainS = _DRAIN_S,
 ) -> None:
     """Answer for a fleet: each request goes where its adapter is, or is loaded soonest.
 
     LORAMUX_API_KEY is the router's own key at the servers: for their reports, to load adapters on
     servers that start, and for /metrics and /v1/replicas of the router itself.
     """
-    console = Console(stderr=True)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
+    with _explaining():
         from loramux.config.connections import ConnectionConfig
         from loramux.config.fields import parse_bytes
         from loramux.router.app import RouterOptions
@@ -149,6 +159,14 @@ def router(  # noqa: PLR0913  (the options of a command)
         members = find_members(replicas)
         state = _State(registry=registry, fleet=fleet, file=adapters_file)
         _serve(_app(members, options, state), connections, host=host, port=port, drain_s=drain_s)
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """Ends the command with the reason of an error."""
+    console = Console(stderr=True)
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _PACKAGES:
             raise
