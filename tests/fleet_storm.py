@@ -330,7 +330,7 @@ class Storm:
         try:
             answer = await client.post(f"{url}/v1/{kind}_lora_adapter", json=body, headers=headers)
         except httpx2.HTTPError:
-            # Nobody knows; a later change that is acknowledged decides.
+            # It may have happened or not; a later change that is acknowledged decides.
             one.is_known = False
             self.report.changes[f"{kind} lost"] += 1
             return

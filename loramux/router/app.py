@@ -57,7 +57,7 @@ class RouterOptions:
     """The servers' setting."""
     max_body_bytes: int = MAX_BODY_BYTES
     max_bodies_bytes: int = 16 * MAX_BODY_BYTES
-    """Of all open requests together."""
+    """The bodies of all open requests may have this size together."""
     load_s: float = LOAD_S
     """How long a replica may take to load an adapter."""
 

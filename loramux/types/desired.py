@@ -23,7 +23,7 @@ class DesiredAdapter:
     cid: str = ""
     """What the servers found in the source when it was loaded."""
     previous_source: str = ""
-    """Of a change: what is wanted if it fails; empty: nothing."""
+    """What is wanted if a change fails; empty: nothing."""
     previous_cid: str = ""
     revision: int = 0
     changed_at: float = 0.0

@@ -1,4 +1,4 @@
-"""Adapters that are loaded at run time: on all replicas or on none, whatever happens to whom."""
+"""Adapters loaded at run time are on all replicas or on none, through faults of each part."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def test_an_adapter_that_one_lost_unnoticed_is_answered_by_another() -> None:
                     reply = await infer(app, "n")
                     assert reply.status == expected
             assert reply.headers["retry-after"]
-            # What nobody has loaded is unknown.
+            # A name that was never loaded is unknown.
             assert (await infer(app, "other")).status == 404
 
     run(work())
