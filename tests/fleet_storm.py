@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import signal
 import tempfile
@@ -82,6 +83,12 @@ class Report:
     changes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     tries: Tries = field(default_factory=Tries)
+
+    def line(self) -> str:
+        return (
+            f"answers {dict(self.outcomes)} faults {dict(self.events)} changes "
+            f"{dict(self.changes)} wrong {len(self.wrong)}"
+        )
 
     def __str__(self) -> str:
         return (
@@ -179,6 +186,7 @@ class Storm:
             fault = order.pop()
             self.report.events[fault.__name__.strip("_")] += 1
             await fault()
+            print(f"{deadline - time.monotonic():.0f} s left: {self.report.line()}", flush=True)
             await asyncio.sleep(self.rng.uniform(1, 3))
         self.is_on = False
         await changing
@@ -245,7 +253,7 @@ class Storm:
         async with httpx2.AsyncClient(timeout=120, trust_env=False) as client:
             while self.is_on:
                 await self._ask(client, rng)
-                await asyncio.sleep(rng.uniform(0, 0.1))
+                await asyncio.sleep(rng.uniform(0, 0.5))
 
     async def _ask(self, client: httpx2.AsyncClient, rng: random.Random) -> None:
         name = rng.choice(list(self.names))
@@ -421,6 +429,8 @@ def tokens_of(content: bytes, *, is_stream: bool) -> tuple[list[int], bool | Non
 
 @asynccontextmanager
 async def running_storm(folder: Path, seed: int) -> AsyncIterator[Storm]:
+    # Starts that compile nothing.
+    os.environ.setdefault("LORAMUX_KERNELS", "cpu")
     scene = Scene(folder)
     ports = free_ports(2 * NUM_REPLICAS + 2)
     own, others = ports[:NUM_REPLICAS], ports[NUM_REPLICAS : 2 * NUM_REPLICAS]
