@@ -20,6 +20,9 @@ _FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int | None]] = {
     "F32": (np.uint32, 0xFF << 23, int(np.float32(LARGEST).view(np.uint32))),
     "BF16": (np.uint16, 0xFF << 7, int(np.float32(LARGEST).view(np.uint32)) >> 16),
     "F16": (np.uint16, 0x1F << 10, None),
+    # The first has no infinity: these are the bits of NaN.
+    "F8_E4M3": (np.uint8, 0x7F, None),
+    "F8_E5M2": (np.uint8, 0x1F << 2, None),
 }
 
 

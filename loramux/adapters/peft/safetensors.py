@@ -20,7 +20,7 @@ MAX_FILE_BYTES = 8 * 2**30
 MAX_NAME_CHARS = 1024
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 2**48
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGICS = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 LFS_MAGIC = b"version https://git-lfs"
@@ -175,8 +175,7 @@ def check_dtypes(entries: list[TensorEntry]) -> None:
         raise AdapterRefused(
             RefusalCode.BAD_DTYPE,
             f"Tensors must be one of {', '.join(ITEM_BYTES)}; found {name_some(wrong)}.",
-            fix="Save the adapter in float32, float16 or bfloat16; `loramux convert` turns 8-bit "
-            "floats into bfloat16.",
+            fix="Save the adapter in float32, float16 or bfloat16.",
         )
 
 

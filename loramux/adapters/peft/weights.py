@@ -36,6 +36,8 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 
 ParseHeader = Callable[[bytes, int], tuple[TensorEntry, ...]]
@@ -72,7 +74,7 @@ class WeightsReading:
             done()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns views of the bytes, which are valid after wait()."""
+        """Returns views of the bytes, which are valid after wait(); 8-bit floats as bfloat16."""
         return {entry.name: self._tensor(entry) for entry in self._weights.entries}
 
     def digest(self) -> FileDigest:
@@ -107,7 +109,7 @@ class WeightsReading:
     def _tensor(self, entry: TensorEntry) -> torch.Tensor:
         dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
         if not count:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(entry.shape, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
         if entry.start % dtype.itemsize:
             # Data that follows a tensor of a smaller type may be unaligned.
             self.wait()
@@ -118,6 +120,10 @@ class WeightsReading:
             flat = unaligned.clone().view(dtype)
         else:
             flat = torch.frombuffer(self._data, dtype=dtype, count=count, offset=entry.start)
+        if dtype.itemsize == 1:
+            # torch computes little with 8-bit floats, and bfloat16 holds all their values.
+            self.wait()
+            flat = flat.to(torch.bfloat16)
         return flat.view(entry.shape)
 
 

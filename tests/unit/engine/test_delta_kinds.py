@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from loramux.engine.engine import Engine
 from loramux.errors import AdapterRefused, InvalidRequest
@@ -110,6 +111,23 @@ def test_all_kinds_in_one_batch_equal_peft(
     engine = make_engine(scene.model, tmp_path, device_memory_bytes=32 * 2**20)
     check_logits(engine, scene)
     check_greedy(engine, scene)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_8_bit_floats_are_upcast_as_peft_does(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_transformers_model("llama31", num_hidden_layers=2)
+    engine = make_engine(model, tmp_path / "model", device_memory_bytes=32 * 2**20)
+    for name in ("lora", "dora", "lora_bias", "lokr"):
+        folder = make_kind(name, model, tmp_path / name)
+        file = folder / "adapter_model.safetensors"
+        save_file({key: tensor.to(dtype) for key, tensor in load_file(file).items()}, file)
+        oracle = load_kind(name, model, folder)
+        prompt = make_prompt(5, seed=1, vocab_size=model.config.vocab_size)
+        selection = ((engine.register_adapter(folder).cid, 1.0),)
+        (logits,) = engine.prompt_logits([(prompt, selection)])
+        expected = logits_of(oracle, prompt)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(logits, logits_of(model, prompt), atol=1e-3)
 
 
 def test_norms_that_no_part_replaces_are_refused_by_name(tmp_path: Path) -> None:
