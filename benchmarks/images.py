@@ -250,6 +250,7 @@ def tensors_of(adapter: ImageAdapter) -> dict[str, Tensor]:
     found = {}
     for component, modules in adapter.components.items():
         for path, pair in modules.items():
+            assert isinstance(pair, LowRank)
             found[f"{component}.{path}.lora_A.weight"] = pair.a
             found[f"{component}.{path}.lora_B.weight"] = pair.b
     return found

@@ -7,6 +7,7 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from loramux.diffusion.adapter import ImageAdapter, LowRank
+from loramux.diffusion.adapter import ImageAdapter, Kronecker, LowRank
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.events import ImageEvent
 from loramux.types.image import ImageRequest
@@ -447,6 +448,41 @@ def make_adapter(
                 pair = LowRank(a * module.weight[0].numel() ** -0.5, b * 0.4)
                 made.setdefault(component, {})[path] = pair
     return ImageAdapter(cid=cid, components=made)
+
+
+def with_parts(pipe: Any) -> tuple[ImageAdapter, ...]:
+    """Adapters with biases beside matrices, with biases alone, and with Kronecker factors."""
+    random = torch.Generator().manual_seed(11)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random) * 0.3
+
+    biased = make_adapter(pipe, "biased", (*ATTENTION, *FEED_FORWARD), rank=2)
+    return (
+        _changed(biased, "biased", lambda p: replace(p, bias=rand(len(p.b)))),
+        _changed(biased, "alone", lambda p: LowRank(p.a[:0], p.b[:, :0], bias=rand(len(p.b)))),
+        _changed(
+            biased,
+            "factors",
+            lambda p: Kronecker(
+                rand(len(p.b) // 2 + 1, 2),
+                rand(2, p.a.shape[1] // 2, *p.a.shape[2:]) * 0.2,
+                num_rows=len(p.b),
+                skip=1,
+                bias=rand(len(p.b)),
+            ),
+        ),
+    )
+
+
+def _changed(
+    adapter: ImageAdapter, cid: str, change: Callable[[Any], LowRank | Kronecker]
+) -> ImageAdapter:
+    components = {
+        component: {path: change(pair) for path, pair in modules.items()}
+        for component, modules in adapter.components.items()
+    }
+    return ImageAdapter(cid=cid, components=components)
 
 
 def peft_tensors(adapter: ImageAdapter) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ the output is c(w) * (W x + w * B A x) with c(w) = magnitude / ||W + w * B A||.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loramux.adapters.peft.refusals import RefusalCode
@@ -52,12 +51,9 @@ def add_dora(module: Target, x: Tensor, y: Tensor, pair: LowRank, weight: float)
     assert pair.dora is not None
     factors = dora_factors(pair.dora, weight)
     base = y
+    delta = pair.outputs(module, x)
     if isinstance(module, nn.Conv2d):
-        h = F.conv2d(x, pair.a, None, module.stride, module.padding, module.dilation)
-        delta = F.conv2d(h, pair.b[:, :, None, None])
         factors = factors[:, None, None]
-    else:
-        delta = F.linear(F.linear(x, pair.a), pair.b)
     if module.bias is not None:
         base = y - module.bias.view(factors.shape)
     y.add_(base * (factors - 1).to(y.dtype) + delta * (weight * factors).to(y.dtype))

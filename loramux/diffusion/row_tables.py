@@ -34,7 +34,10 @@ class _Matrices:
     """Where the matrices of one adapter are."""
 
     places: np.ndarray[Any, np.dtype[np.int64]]
-    """[modules, 3]: addresses of A and B, and the rank; zeros: the module stays unchanged."""
+    """[modules, words]: addresses of A and B, the rank, and the address of the bias or 0.
+
+    Zeros: the module stays unchanged.
+    """
     is_aligned: np.ndarray[Any, np.dtype[np.bool_]]
     """[modules]"""
     others: frozenset[str]
@@ -46,7 +49,7 @@ class Step:
     """The tables of one sequence of selections."""
 
     places: Tensor
-    """int64 [modules, rows, terms, 3]"""
+    """int64 [modules, rows, terms, words]"""
     weights: Tensor
     """float32 [rows, terms]"""
     kinds: np.ndarray[Any, np.dtype[np.int64]]
@@ -90,10 +93,11 @@ class RowTables:
         others = set()
         for path, pair in modules.items():
             index = self._index.get(path)
-            if index is None or pair.dora is not None:
+            if index is None or not isinstance(pair, LowRank) or pair.dora is not None:
                 others.add(path)
             else:
-                places[index] = (pair.a.data_ptr(), pair.b.data_ptr(), pair.rank)
+                bias = 0 if pair.bias is None else pair.bias.data_ptr()
+                places[index] = (pair.a.data_ptr(), pair.b.data_ptr(), pair.rank, bias)
                 is_aligned[index] = _is_aligned(pair)
         self._adapters[cid] = _Matrices(places, is_aligned, frozenset(others))
         self._steps.clear()
@@ -149,7 +153,7 @@ class RowTables:
         ranks = MIN_RANKS
         while ranks <= MAX_RANKS:
             pair = LowRank(x.new_zeros(ranks, _WARM_WIDTH), x.new_zeros(_WARM_WIDTH, ranks))
-            place = [[[pair.a.data_ptr(), pair.b.data_ptr(), ranks]]]
+            place = [[[pair.a.data_ptr(), pair.b.data_ptr(), ranks, 0]]]
             places = torch.tensor(place, dtype=torch.int64, device=self._device)
             weights = torch.ones(1, 1, device=self._device)
             add_deltas(x, y, RowTerms(places, weights, ranks, is_aligned=True))
@@ -171,7 +175,8 @@ class RowTables:
                     places[:, row, term] = found.places
                     is_aligned &= found.is_aligned
                     others |= found.others
-        ranks = places[..., 2].max(axis=(1, 2), initial=0)
+        # A bias alone needs a launch, too.
+        ranks = np.maximum(places[..., 2], places[..., 3] != 0).max(axis=(1, 2), initial=0)
         return self._step_of(
             torch.from_numpy(places).to(self._device),
             torch.from_numpy(weights).to(self._device),

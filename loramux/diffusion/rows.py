@@ -10,11 +10,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from loramux.diffusion.adapter import LowRank, Modules
+from loramux.diffusion.adapter import LowRank, ModuleDelta, Modules
 from loramux.diffusion.dora import add_dora
 from loramux.diffusion.families.base import TokenRanges
 from loramux.diffusion.targets import Target
@@ -23,7 +22,7 @@ from loramux.types.request import BASE_SELECTION, Selection
 if TYPE_CHECKING:
     from loramux.diffusion.row_tables import RowTables
 
-_Terms = tuple[tuple[LowRank, float], ...]
+_Terms = tuple[tuple[ModuleDelta, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +121,15 @@ class RowLora:
                 if terms:
                     start, stop = self._place(path, span, inputs[0])
                     x, y = inputs[0][start:stop], output[start:stop]
-                    if terms[0][0].dora is None:
-                        _add(module, x, y, terms)
-                    else:  # DoRA is never part of a sum.
-                        ((pair, weight),) = terms
-                        add_dora(module, x, y, pair, weight)
+                    for delta, weight in terms:
+                        _add(module, x, y, delta, weight)
 
         return add_deltas
 
     def _terms(self, path: str, selection: Selection, device: torch.device) -> _Terms:
         """Return the pairs of a module, on its device: an offloaded net comes there to work."""
         found = ((self._adapters.get(cid, {}).get(path), weight) for cid, weight in selection)
-        return tuple(
-            (pair if pair.a.device == device else pair.to(device, pair.a.dtype), weight)
-            for pair, weight in found
-            if pair is not None
-        )
+        return tuple((delta.on(device), weight) for delta, weight in found if delta is not None)
 
     def _place(self, path: str, span: _Span, inputs: Tensor) -> tuple[int, int]:
         """Returns the part of the first dimension that has the rows of the span."""
@@ -167,10 +159,12 @@ def _tables_of(net: nn.Module) -> RowTables | None:
     return RowTables(net)
 
 
-def _add(module: Target, x: Tensor, y: Tensor, terms: _Terms) -> None:
-    for pair, weight in terms:
-        if isinstance(module, nn.Conv2d):
-            h = F.conv2d(x, pair.a, None, module.stride, module.padding, module.dilation)
-            y.add_(F.conv2d(h, pair.b[:, :, None, None]), alpha=weight)
-        else:
-            y.add_(F.linear(F.linear(x, pair.a), pair.b), alpha=weight)
+def _add(module: Target, x: Tensor, y: Tensor, delta: ModuleDelta, weight: float) -> None:
+    if isinstance(delta, LowRank) and delta.dora is not None:
+        add_dora(module, x, y, delta, weight)  # DoRA is never part of a sum.
+        return
+    if delta.rank:
+        y.add_(delta.outputs(module, x), alpha=weight)
+    if delta.bias is not None:
+        is_convolution = isinstance(module, nn.Conv2d)
+        y.add_(delta.bias[:, None, None] if is_convolution else delta.bias, alpha=weight)

@@ -15,7 +15,7 @@ from loramux.adapters.images.files import (
     make_image_manifest,
     read_image_config,
 )
-from loramux.adapters.images.keys import LOHA, Role, split_key
+from loramux.adapters.images.keys import Role, is_whole, split_key
 from loramux.adapters.images.origin import declared_base, family_of_keys
 from loramux.adapters.images.refusals import refuse_unserved
 from loramux.adapters.peft.config import (
@@ -134,7 +134,7 @@ def check_image_tensors(entries: Sequence[TensorEntry]) -> None:
         if found is not None:
             refuse_unserved(entry.name, found[1])
             roles.setdefault(found[0], set()).add(found[1])
-    if not any({Role.A, Role.B} <= found or {*LOHA} <= found for found in roles.values()):
+    if not any(is_whole(found) for found in roles.values()):
         shown = name_some([entry.name for entry in entries])
         raise AdapterRefused(
             RefusalCode.NO_TENSORS,

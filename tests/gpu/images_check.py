@@ -9,6 +9,7 @@ bfloat16 the figures say how far a mixed batch is from each request alone. It ne
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,7 @@ from tests.image_factory import (
     make_adapter,
     make_pipeline,
     request_for,
+    with_parts,
 )
 
 FAMILIES = ("flux", "sdxl", "sd3", "qwen_image", "z_image", "flux2", "wan")
@@ -59,6 +61,7 @@ def engine_of(name: str, device: str, dtype: torch.dtype) -> ImageEngine:
         make_adapter(pipe, "c", (*ATTENTION, *FEED_FORWARD), rank=70),
         make_adapter(pipe, "convolutions", CONVOLUTIONS, rank=4) if name == "sdxl" else None,
     ]
+    adapters += with_parts(pipe)
     engine = ImageEngine(pipe.to(device, dtype))
     for adapter in adapters:
         if adapter is not None:
@@ -76,6 +79,21 @@ def draw_dora(engine: ImageEngine, file: Path, requests: list[ImageRequest]) -> 
         for weight in (1.0, -0.5)
     ]
     return draw_all(engine, [*requests, *rows])
+
+
+BIASES = ("biased", "alone")
+PARTS = (*BIASES, "factors")
+
+
+def draw_parts(
+    engine: ImageEngine, requests: list[ImageRequest], cids: Sequence[str]
+) -> dict[str, Tensor]:
+    """Draws with biases and factors; the steps are enough for a graph to be captured."""
+    rows = [
+        msgspec.structs.replace(requests[0], request_id=cid, selection=((cid, 0.7),))
+        for cid in cids
+    ]
+    return draw_all(engine, [*requests[:2], *rows])
 
 
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -96,6 +114,11 @@ def check_family(name: str) -> dict[str, float | str | int]:
             request_for(name, "kernel", steps=STEPS, selection=(("convolutions", 1.0), ("a", 0.5))),
         ]
         far = max(far, furthest(draw_all(precise, others), draw_all(plain, others)))
+    # Biases are added by the kernels, in graphs; Kronecker factors run without graphs.
+    parts = furthest(draw_parts(plain, requests, PARTS), draw_parts(precise, requests, PARTS))
+    replays, with_biases = precise.num_replays, draw_parts(plain, requests, BIASES)
+    parts = max(parts, furthest(draw_parts(precise, requests, BIASES), with_biases))
+    is_replayed = precise.num_replays > replays
     with TemporaryDirectory() as folder:
         file, pipe = Path(folder) / "dora.safetensors", make_pipeline(name)
         made = make_adapter(pipe, "dora", (*ATTENTION, *FEED_FORWARD), rank=4)
@@ -109,6 +132,8 @@ def check_family(name: str) -> dict[str, float | str | int]:
         "family": name,
         "float32, GPU - CPU": far,
         "the same with DoRA": dora,
+        "the same with biases and LoKr": parts,
+        "graphs with biases": "yes" if is_replayed else "no",
         "bfloat16, mixed - alone": furthest(together, alone),
         "graphs": "yes" if precise.num_replays else "no",
         "has graphs": "yes" if precise.family.has_graphs else "no",
@@ -116,8 +141,9 @@ def check_family(name: str) -> dict[str, float | str | int]:
 
 
 def is_right(row: dict[str, float | str | int]) -> bool:
-    far = max(float(row["float32, GPU - CPU"]), float(row["the same with DoRA"]))
-    return far < LIMIT and row["graphs"] == row["has graphs"]
+    names = ("float32, GPU - CPU", "the same with DoRA", "the same with biases and LoKr")
+    is_close = all(float(row[name]) < LIMIT for name in names)
+    return is_close and row["graphs"] == row["graphs with biases"] == row["has graphs"]
 
 
 def main() -> None:

@@ -255,14 +255,18 @@ def check_token_rows(dtype: torch.dtype) -> Errors:
         rows: list[list[tuple[int, float]]] = [[], [(0, 1.0)], [(2, -0.7)], [(1, 0.5), (2, 1.25)]]
         places = torch.zeros(len(rows), 2, WORDS, dtype=torch.int64)
         weights = torch.zeros(len(rows), 2)
+        bias = random(out)
         x, y = random(len(rows), num_tokens + 5, wide)[:, 5:], random(len(rows), num_tokens, out)
         expected = y.double()
         for row, terms in enumerate(rows):
             for term, (number, weight) in enumerate(terms):
                 a, b = pairs[number]
-                places[row, term] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a)])
+                # The second adapter has a bias, too.
+                address = bias.data_ptr() if number == 1 else 0
+                places[row, term] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a), address])
                 weights[row, term] = weight
                 expected[row] += weight * (x[row].double() @ a.double().T) @ b.double().T
+                expected[row] += weight * bias.double() * (number == 1)
         table = RowTerms(places.to(DEVICE), weights.to(DEVICE), 130, is_aligned=False)
         add_deltas(x, y, table)
         add(errors, "token rows", y, expected)

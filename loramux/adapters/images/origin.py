@@ -13,6 +13,16 @@ MAX_BASE_CHARACTERS = 200
 _BASE_FIELDS = ("modelspec.architecture", "ss_base_model_version", "base_model")
 # Parts of names that only one kind of denoiser has, and the class of that denoiser.
 _MARKS: tuple[tuple[str, str], ...] = (
+    (
+        r"(double|single)_stream_modulation|to_(added_)?qkv(_mlp_proj)?\b|time_guidance_embed"
+        r"|ff(_context)?[._]linear_(in|out)",
+        "FLUX.2",
+    ),
+    (
+        r"double_blocks[._]\d+[._](img|txt)_mod|single_blocks[._]\d+[._]modulation|vector_in"
+        r"|time_text_embed[._]guidance|proj_mlp|single_transformer_blocks[._]\d+[._]norm",
+        "FLUX.1",
+    ),
     (r"(double|single)_blocks|single_transformer_blocks", "FLUX"),
     (r"joint_blocks", "Stable Diffusion 3"),
     (
@@ -26,9 +36,18 @@ _MARKS: tuple[tuple[str, str], ...] = (
 
 
 def family_of_keys(keys: Iterable[str]) -> str | None:
-    """Returns the kind of denoiser whose names most of the keys have; None: no known one."""
-    counts = Counter(kind for key in keys for mark, kind in _MARKS if re.search(mark, key))
-    return counts.most_common(1)[0][0] if counts else None
+    """Returns the kind of denoiser whose names most of the keys have; None: no known one.
+
+    FLUX is either of FLUX.1 and FLUX.2, which share some names.
+    """
+    found = (next((kind for mark, kind in _MARKS if re.search(mark, key)), None) for key in keys)
+    counts = Counter(kind for kind in found if kind is not None)
+    if not counts:
+        return None
+    version = max(("FLUX.1", "FLUX.2"), key=counts.__getitem__)
+    if counts[version]:
+        counts[version] += counts.pop("FLUX", 0)
+    return counts.most_common(1)[0][0]
 
 
 def declared_base(metadata: Mapping[str, object]) -> str | None:

@@ -18,13 +18,16 @@ class ImageRefusal(StrEnum):
     CONFLICTING_ALPHA = "conflicting_alpha"
 
 
-_CONVERT = "Convert it to LoRA, for example with the resize scripts of kohya-ss."
+_TRAIN = "Train it as LoRA, LoCon, LoHa or LoKr."
 _UNSERVED = {
-    Role.LOKR: (ImageRefusal.UNSERVED_METHOD, "a LoKr factor", _CONVERT),
-    Role.HADA_TUCKER: (ImageRefusal.UNSERVED_METHOD, "a LoHa in Tucker form", _CONVERT),
-    Role.OFT: (ImageRefusal.UNSERVED_METHOD, "an OFT rotation", _CONVERT),
-    Role.FULL: (RefusalCode.FULL_WEIGHTS, "a full difference of weights", _CONVERT),
-    Role.BIAS: (RefusalCode.BIAS_TENSORS, "a bias", "Train without biases."),
+    Role.HADA_TUCKER: (ImageRefusal.UNSERVED_METHOD, "a LoHa in Tucker form", _TRAIN),
+    Role.OFT: (ImageRefusal.UNSERVED_METHOD, "an OFT rotation", _TRAIN),
+    Role.FULL: (RefusalCode.FULL_WEIGHTS, "a part of the base in full", _TRAIN),
+    Role.A_BIAS: (
+        RefusalCode.BIAS_TENSORS,
+        "a bias of lora_A",
+        "Save it as PEFT does, with biases of lora_B alone.",
+    ),
 }
 
 

@@ -44,6 +44,8 @@ class ExtraKind(StrEnum):
     """With the scale. Head: [vocabulary, rank]; embedding: [rank, hidden]."""
     DORA = "dora"
     """How DoRA scales the rows of a module of an image model: [3 * out, 1]."""
+    KRONECKER = "kronecker"
+    """The two factors of a module of an image model, one after the other. [elements, 1]"""
     ROWS = "rows"
     """Replaces the rows `token_ids` of the weight of the embedding or the head. [tokens, hidden]"""
 
@@ -63,6 +65,8 @@ class ExtraSpec:
     width: int
     token_ids: tuple[int, ...] = ()
     """The token of each row of ROWS, ascending."""
+    shape: tuple[int, ...] = ()
+    """Rows and columns of the first factor of KRONECKER, rows of the second, rows to skip."""
 
     @property
     def key(self) -> ExtraKey:
@@ -79,6 +83,7 @@ class RowsPlace:
     width: int
     rows_per_page: int
     token_ids: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
     def pieces(self, page_elements: int) -> Iterator[tuple[int, int, int]]:
         """Yields (first row, number of rows, offset) of the rows in each page."""
@@ -107,10 +112,12 @@ class ExtrasLayout:
         return self.start + self.num_pages * self.page_elements
 
     @property
-    def key(self) -> tuple[tuple[int, str, str, int, int, tuple[int, ...]], ...]:
+    def key(self) -> tuple[tuple[Any, ...], ...]:
         """Values that JSON can hold, from which `specs_of` makes the specs again."""
         return tuple(
-            (s.layer, s.module, str(s.kind), s.num_rows, s.width, s.token_ids) for s in self.specs
+            (s.layer, s.module, str(s.kind), s.num_rows, s.width, s.token_ids)
+            + ((s.shape,) if s.shape else ())
+            for s in self.specs
         )
 
 
@@ -120,8 +127,8 @@ NO_EXTRAS = ExtrasLayout()
 def specs_of(key: Iterable[Sequence[Any]]) -> tuple[ExtraSpec, ...]:
     """Returns the specs of an ExtrasLayout.key, which may come from a file."""
     return tuple(
-        ExtraSpec(layer, module, ExtraKind(kind), num_rows, width, tuple(token_ids))
-        for layer, module, kind, num_rows, width, token_ids in key
+        ExtraSpec(layer, module, ExtraKind(kind), num_rows, width, *map(tuple, lists))
+        for layer, module, kind, num_rows, width, *lists in key
     )
 
 
@@ -155,7 +162,12 @@ def plan_extras(
             )
         offset = pages.place(spec.num_rows, spec.width)
         places[spec.key] = RowsPlace(
-            offset, spec.num_rows, spec.width, min(rows_per_page, spec.num_rows), spec.token_ids
+            offset,
+            spec.num_rows,
+            spec.width,
+            min(rows_per_page, spec.num_rows),
+            spec.token_ids,
+            spec.shape,
         )
     start = first_page * page_elements
     taken = [

@@ -83,7 +83,7 @@ class PipelineNames:
             if not targets.keys() >= set(original.paths):
                 continue
             rest = (original.paths, original.style, original.swaps_halves)
-            for prefix, style in _ORIGINAL_PREFIXES:
+            for prefix, style in (*_ORIGINAL_PREFIXES, (f"{component}.", "")):
                 named = Named(component, rest[0], style + rest[1], rest[2])
                 yield prefix + original.name, named
             for prefix, style in flat:
@@ -97,7 +97,8 @@ def _encoder_names(
     number = int(component.rpartition("_")[2]) if component[-1].isdigit() else 1
     if "T5" in type(net).__name__:
         # kohya numbers the text encoders CLIP-L, CLIP-G, T5, whichever of them a model has.
-        flat: tuple[str, ...] = ("lora_te3_",)
+        # Older versions number the two of FLUX 1 and 2.
+        flat: tuple[str, ...] = ("lora_te3_", f"lora_te{number}_")
         dotted = "text_encoders.t5xxl.transformer."
     elif number == 1:
         flat = ("lora_te1_", "lora_te_")

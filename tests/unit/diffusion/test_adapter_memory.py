@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from loramux.diffusion.adapter import Kronecker, LowRank
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.job import JobState
 from loramux.diffusion.memory import MemoryOptions
@@ -306,11 +308,11 @@ def not_zeroed(num_elements, dtype):
     return torch.full((num_elements,), torch.nan, dtype=dtype)
 
 
-def with_rows(adapter):
-    """The same with random rows of DoRA in every other module."""
+def changed(adapter, change):
+    """The same with other deltas in every other module."""
     components = {
         component: {
-            path: replace(pair, dora=torch.randn(3, len(pair.b))) if number % 2 else pair
+            path: change(pair) if number % 2 else pair
             for number, (path, pair) in enumerate(modules.items())
         }
         for component, modules in adapter.components.items()
@@ -318,8 +320,31 @@ def with_rows(adapter):
     return replace(adapter, components=components)
 
 
-@pytest.mark.parametrize("is_dora", [False, True])
-def test_a_packed_adapter_is_the_one_of_its_file(make_engine, is_dora):
+def with_rows(pair):
+    return replace(pair, dora=torch.randn(3, len(pair.b)))
+
+
+def with_bias(pair):
+    return replace(pair, bias=torch.randn(len(pair.b)))
+
+
+def bias_alone(pair):
+    return LowRank(pair.a[:0], pair.b[:, :0], bias=torch.randn(len(pair.b)))
+
+
+def factors(pair):
+    """A part of a product, whose first row is not one of the module."""
+    _, columns, *kernel = pair.a.shape
+    right = torch.randn(5, columns // 2, *kernel)
+    bias = torch.randn(len(pair.b))
+    return Kronecker(torch.randn(len(pair.b), 2), right, len(pair.b), 3, bias)
+
+
+PARTS = ("a", "b", "left", "right", "dora", "bias", "num_rows", "skip")
+
+
+@pytest.mark.parametrize("change", [None, with_rows, with_bias, bias_alone, factors])
+def test_a_packed_adapter_is_the_one_of_its_file(make_engine, change):
     """Convolutions and text encoders included, and also after a way through the disk tier."""
     from loramux.diffusion.lora_files.names import PipelineNames
     from loramux.diffusion.packing import ImagePacking
@@ -329,19 +354,23 @@ def test_a_packed_adapter_is_the_one_of_its_file(make_engine, is_dora):
     # The columns of DoRA are longer than such a page and lie over several.
     packing = ImagePacking(names.targets, torch.float32, page_bytes=256, allocate=not_zeroed)
     adapter = make_adapter(pipe, "c", (*ATTENTION, *TEXT, "conv1", "conv_in"), rank=3)
-    if is_dora:
-        adapter = with_rows(adapter)
+    if change is not None:
+        adapter = changed(adapter, change)
     image = packing.pack(adapter)
-    layout = packing.dense.layout_of(image.layout.key, image.layout.extras.key)
+    keys = json.loads(json.dumps((image.layout.key, image.layout.extras.key)))
+    layout = packing.dense.layout_of(*keys)
+    assert layout.key == image.layout.key and layout.extras == image.layout.extras
     found = packing.unpack(layout, image.buffer)
     assert found.keys() == adapter.components.keys()
     for component, modules in adapter.components.items():
         assert found[component].keys() == modules.keys()
         for path, pair in modules.items():
-            assert torch.equal(found[component][path].a, pair.a)
-            assert torch.equal(found[component][path].b, pair.b)
-            assert (found[component][path].dora is None) == (pair.dora is None)
-            assert pair.dora is None or torch.equal(found[component][path].dora, pair.dora)
+            other = found[component][path]
+            assert type(other) is type(pair)
+            for part in PARTS:
+                one, two = getattr(pair, part, None), getattr(other, part, None)
+                assert type(one) is type(two), part
+                assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
     half = ImagePacking(names.targets, torch.float16)
     large = make_adapter(pipe, "l", ("to_q",), rank=1)
     next(iter(large.components["unet"].values())).b.mul_(1e9)

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
+import msgspec
 from safetensors.torch import save_file
 
 from loramux.diffusion.engine import ImageEngine
@@ -20,6 +21,8 @@ from tests.image_factory import (
     make_adapter,
     make_pipeline,
     request_for,
+    shared_pipeline,
+    with_parts,
 )
 
 FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl", "z_image"))]
@@ -75,3 +78,37 @@ def test_rows_of_dora_draw_what_they_draw_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("LORAMUX_KERNELS", "triton")
     drawn = draw()
     assert max(float((drawn[n] - expected[n]).abs().max()) for n in expected) < 1e-5
+
+
+def test_biases_and_factors_draw_what_torch_draws(monkeypatch):
+    """Rows with biases, with biases alone, with Kronecker factors, in sums and in one batch."""
+    rows = ("base", "a", "biased", "alone", "factors", "sum")
+    selections = ((), (("a", 1.0),), (("biased", 0.7),), (("alone", -0.5),), (("factors", 1.0),))
+    several = (("biased", 0.5), ("factors", 0.6), ("alone", 1.0))
+    requests = [
+        request_for("flux", name, steps=2, selection=selection)
+        for name, selection in zip(rows, (*selections, several), strict=True)
+    ]
+
+    def draw(wanted):
+        engine = engine_for("flux")
+        for adapter in with_parts(shared_pipeline("flux")):
+            engine.add_adapter(adapter)
+        return draw_all(engine, wanted)
+
+    expected = draw(requests)
+    bare = {name: draw([replaced(one)]) for name, one in zip(rows, requests, strict=True)}
+    assert all(furthest(expected, bare[name], name) > 1e-3 for name in rows[1:])
+    alone = {name: draw([one]) for name, one in zip(rows, requests, strict=True)}
+    assert max(furthest(expected, alone[name], name) for name in rows) < 1e-5
+    monkeypatch.setenv("LORAMUX_KERNELS", "triton")
+    drawn = draw(requests)
+    assert max(furthest(expected, drawn, name) for name in rows) < 1e-5
+
+
+def replaced(request):
+    return msgspec.structs.replace(request, selection=())
+
+
+def furthest(one, other, name):
+    return float((one[name] - other[name]).abs().max())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from loramux.kernels.gpu.lora.token_rows import RowTerms, RowTokens, add_deltas
+from loramux.kernels.gpu.lora.token_rows import WORDS, RowTerms, RowTokens, add_deltas
 
 Pair = tuple[Tensor, Tensor]
 IN, OUT = 136, 150
@@ -29,11 +29,11 @@ def pair_of(rank: int, dtype: torch.dtype = torch.float32) -> Pair:
 
 def terms_of(rows: list[list[tuple[Pair, float]]], *, is_aligned: bool = False) -> RowTerms:
     most = max(map(len, rows))
-    places = torch.zeros(len(rows), most, 3, dtype=torch.int64)
+    places = torch.zeros(len(rows), most, WORDS, dtype=torch.int64)
     weights = torch.zeros(len(rows), most)
     for row, terms in enumerate(rows):
         for term, ((a, b), weight) in enumerate(terms):
-            places[row, term] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a)])
+            places[row, term] = torch.tensor([a.data_ptr(), b.data_ptr(), len(a), 0])
             weights[row, term] = weight
     largest = max((len(a) for terms in rows for (a, _), _ in terms), default=0)
     return RowTerms(places, weights, largest, is_aligned)
@@ -128,3 +128,30 @@ def test_aligned_matrices_give_the_same_result() -> None:
     add_deltas(x, plain, terms_of(rows))
     add_deltas(x, aligned, terms_of(rows, is_aligned=True))
     assert torch.equal(plain, aligned)
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+def test_biases_are_added_at_the_weights(ranges: bool) -> None:
+    """Beside matrices and alone, in sums and beside rows without one."""
+    bias, other, pair = normal(OUT), normal(OUT), pair_of(70)
+    nothing = (normal(0, IN), normal(OUT, 0))
+    rows = [[], [(nothing, 0.7)], [(pair, 0.5), (nothing, -1.25)], [(pair, 1.0)]]
+    terms = terms_of(rows)
+    terms.places[1, 0, 3], terms.places[2, 1, 3] = bias.data_ptr(), bias.data_ptr()
+    terms.places[2, 0, 3] = other.data_ptr()
+    x, before = normal(len(rows), 20, IN), normal(len(rows), 20, OUT)
+    wanted = torch.stack([expected(x[i], before[i], row) for i, row in enumerate(rows)])
+    wanted[1] += 0.7 * bias
+    wanted[2] += 0.5 * other - 1.25 * bias
+    y = before.clone()
+    if ranges:
+        starts = torch.arange(0, 81, 20, dtype=torch.int32)
+        add_deltas(x.flatten(0, 1), y.view(-1, OUT), terms, RowTokens(starts, 20))
+    else:
+        add_deltas(x, y, terms)
+    assert torch.allclose(y.double(), wanted, atol=1e-4, rtol=0)
+    assert torch.equal(y[0], before[0])
+    alone = before[1:2].clone()
+    only = RowTerms(terms.places[1:2, :1].contiguous(), terms.weights[1:2, :1], 1, is_aligned=False)
+    add_deltas(x[1:2], alone, only)
+    assert torch.equal(alone[0], y[1])

@@ -69,9 +69,9 @@ def test_several_files_are_refused_by_name(library: AdapterLibrary, tmp_path: Pa
 def broken(kind: str) -> bytes:
     names = ("transformer.x.lora_A.weight", "transformer.x.lora_B.weight")
     if kind == "bias_tensors":
-        return image_weights(0, names=(*names, "transformer.x.lora_B.bias"))
+        return image_weights(0, names=(*names, "transformer.x.lora_A.bias"))
     if kind == "unserved_method":
-        return image_weights(0, names=("lora_unet_x.lokr_w1", "lora_unet_x.lokr_w2"))
+        return image_weights(0, names=("lora_unet_x.oft_blocks", "lora_unet_x.alpha"))
     if kind == "no_tensors":
         return image_weights(0, names=("transformer.x.weight",))
     return image_weights(0)[:-4] + struct.pack("<f", float("nan"))

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 3
-"""The words of a matrix pair in the table are the address of A, the address of B, and the rank."""
+WORDS = 4
+"""The words of a module: address of A, address of B, rank, and address of the bias or 0."""
 MAX_RANKS = 64
 """Ranks of one dot product; a larger rank is computed in several parts."""
 MIN_RANKS = 16
@@ -31,11 +31,12 @@ class RowTerms:
     """The adapters of each row in one module."""
 
     places: Tensor
-    """int64 [rows, terms, 3]: the address of A [rank, in] and of B [out, rank], and the rank."""
+    """int64 [rows, terms, words]: addresses of A [rank, in] and B [out, rank], the rank, and the
+    address of a bias [out], or 0."""
     weights: Tensor
     """float32 [rows, terms]"""
     max_rank: int
-    """None is larger."""
+    """None is larger; at least 1 if a bias stands alone."""
     is_aligned: bool
     """Whether each row of all matrices begins at a multiple of 16 bytes."""
 
@@ -51,7 +52,7 @@ class RowTokens:
 
 
 def add_deltas(x: Tensor, y: Tensor, terms: RowTerms, tokens: RowTokens | None = None) -> None:
-    """y[row] += weight * (x[row] @ A.T) @ B.T for every term of every row.
+    """y[row] += weight * ((x[row] @ A.T) @ B.T + bias) for every term of every row.
 
     x [rows, tokens, in] or [rows, in], y likewise [.., out]; with `tokens` [all tokens, in].
     """
@@ -139,7 +140,7 @@ def _shrink_kernel(  # noqa: PLR0913
     """h[part, row] = x[row] @ A.T for RANKS ranks of one term of a row."""
     row = tl.program_id(1)
     part = tl.program_id(2)
-    place = places + (row * num_terms + part // chunks) * 3
+    place = places + (row * num_terms + part // chunks) * 4
     first_rank = (part % chunks) * RANKS
     rank = tl.load(place + 2).to(tl.int32)
     first, count = _row_of(starts, row, most, HAS_STARTS)
@@ -171,7 +172,10 @@ def _expand_kernel(  # noqa: PLR0913
     RANKS: tl.constexpr, HAS_STARTS: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y[row] += the sum over parts of weight * h[part, row] @ B.T; other rows stay as they are."""
+    """y[row] += the sum over parts of weight * h[part, row] @ B.T, and weight * bias.
+
+    Rows without a term stay as they are.
+    """
     row = tl.program_id(2)
     first, count = _row_of(starts, row, most, HAS_STARTS)
     if tl.program_id(1) * TOKENS >= count:
@@ -185,10 +189,10 @@ def _expand_kernel(  # noqa: PLR0913
     for part in range(0, num_terms * chunks):
         term = row * num_terms + part // chunks
         first_rank = (part % chunks) * RANKS
-        rank = tl.load(places + term * 3 + 2).to(tl.int32)
+        rank = tl.load(places + term * 4 + 2).to(tl.int32)
         if rank > first_rank:
             num_live += 1
-            b = _matrix(tl.load(places + term * 3 + 1), y, ALIGNED) + first_rank
+            b = _matrix(tl.load(places + term * 4 + 1), y, ALIGNED) + first_rank
             source = (part * tl.num_programs(2) + row).to(tl.int64) * most + token
             left = tl.load(h + source[:, None] * RANKS + ranks[None, :], mask=is_token, other=0)
             right = tl.load(
@@ -197,6 +201,12 @@ def _expand_kernel(  # noqa: PLR0913
                 other=0,
             )
             total += tl.load(weights + term) * tl.dot(left, right, input_precision=PRECISION)
+    for one in range(0, num_terms):
+        address = tl.load(places + (row * num_terms + one) * 4 + 3)
+        if address != 0:
+            num_live += 1
+            bias = tl.load(_matrix(address, y, False) + column, mask=is_column, other=0)
+            total += tl.load(weights + row * num_terms + one) * bias.to(tl.float32)[None, :]
     if num_live > 0:
         y_rows = y + row.to(tl.int64) * y_row + (first + token).to(tl.int64)[:, None] * y_token
         inside = is_token & is_column[None, :]
