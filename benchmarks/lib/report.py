@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.lib.plots import NO_MATPLOTLIB, plot_record
 
-OUT = Path(__file__).resolve().parents[1] / "out"
+OUT = Path("benchmarks") / "out"
+"""In the working directory."""
 Table = list[dict[str, object]]
 
 

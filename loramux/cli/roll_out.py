@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from loramux.cli.console import say, working
+from loramux.client.errors import NotAllowed
 from loramux.client.wire import DEFAULT_URL
 from loramux.errors import LoramuxError
 
@@ -66,6 +67,11 @@ def _settle(client: Client, url: str, revision: int) -> None:
 def _replicas(client: Client) -> tuple[ReplicaInfo, ...]:
     try:
         return client.replicas()
+    except NotAllowed as error:
+        raise LoramuxError(
+            "The alias has moved. The router does not tell this key which servers follow: use the "
+            "router's own key, or start it with --open-status."
+        ) from error
     except LoramuxError:
         # No router.
         return ()

@@ -95,3 +95,19 @@ def test_the_servers_of_a_router_are_told_one_by_one_until_all_follow(two_versio
         said = shell.ok("promote", f"{NAME}@1.5.0", "--warm", "--url", router.url)
     assert "1.5.0 on http://r0 (device)" in said and num_looks == 3
     assert said.index("r0", said.index("Follows")) < said.index("r1")
+
+
+def test_a_router_that_keeps_its_servers_to_itself_is_told(two_versions: Shell) -> None:
+    shell = two_versions
+    refusal = {"error": {"message": "It needs the router's own key.", "type": "x", "code": 401}}
+
+    def answer(request: Received) -> Scripted:
+        if request.path == "/v1/replicas":
+            return Scripted(status=401, body=json.dumps(refusal).encode())
+        return Scripted(body=json.dumps(ENTRY).encode())
+
+    with scripted_server() as router:
+        router.answer = answer
+        told = shell.run("promote", f"{NAME}@1.4.2", "--warm", "--url", router.url)
+    assert told.exit_code == 1 and "--open-status" in told.stderr.replace("\n", " ")
+    assert shell.targets() == [("1.4.2", 1)]
