@@ -73,11 +73,15 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn's handler would raise the signal again after its shutdown and kill the process.
-        if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
         if self._draining is None:
-            self.should_exit = True
             self._draining = asyncio.get_running_loop().create_task(self._drain())
+            # The server listens until then, so that new requests are told to go elsewhere.
+            self._draining.add_done_callback(self._drained)
+        elif sig == signal.SIGINT:
+            self.force_exit = self.should_exit = True
+
+    def _drained(self, draining: asyncio.Task[None]) -> None:
+        self.should_exit = True
 
     async def wait_until_drained(self) -> None:
         if self._draining is not None and not self.force_exit:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeGuard
 
-from loramux.adapters.peft.folder import find_file
+from loramux.adapters.peft.folder import find_file, refusing_os_errors
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.errors import AdapterRefused
 
@@ -24,6 +26,9 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGICS = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 LFS_MAGIC = b"version https://git-lfs"
+# Smaller files are hashed in no time, whatever they hold.
+_MIN_SPARSE_BYTES = 16 * 2**20
+_MAX_EXTENTS = 4096
 SAVE_AGAIN = "Save or download the adapter again."
 
 
@@ -43,6 +48,7 @@ class TensorEntry:
 def find_weights(folder: Path) -> Path:
     path = find_file(folder, WEIGHTS_NAME)
     if path is not None:
+        refuse_sparse(path)
         return path
     for name in PICKLE_NAMES:
         if find_file(folder, name) is not None:
@@ -52,6 +58,39 @@ def find_weights(folder: Path) -> Path:
         f"The folder has no {WEIGHTS_NAME}.",
         fix="Give the folder that PEFT's save_pretrained wrote.",
     )
+
+
+def refuse_sparse(path: Path) -> None:
+    """Refuses a file of holes, which would be hashed for a minute although the disk has little."""
+    with refusing_os_errors(path):
+        status = path.stat()
+        size = status.st_size
+        if size < _MIN_SPARSE_BYTES or 2 * 512 * status.st_blocks >= size:
+            return
+        with path.open("rb") as file:
+            data = _data_bytes(file, size)
+    if 2 * data < size:
+        raise AdapterRefused(
+            RefusalCode.BROKEN_SAFETENSORS,
+            f"{path.name} is sparse: {data} of its {size} bytes are on the disk.",
+            fix="Save the adapter again, or copy it with `cp --sparse=never` if it is whole.",
+        )
+
+
+def _data_bytes(file: BinaryIO, size: int) -> int:
+    """Returns the bytes of a file that are no holes; all, if the file system does not tell."""
+    total = at = 0
+    for _ in range(_MAX_EXTENTS):
+        try:
+            start = os.lseek(file.fileno(), at, os.SEEK_DATA)
+        except OSError as error:
+            # Only holes follow.
+            return total if error.errno == errno.ENXIO else size
+        at = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+        total += at - start
+        if at >= size:
+            break
+    return total
 
 
 def read_head(file: BinaryIO, size: int) -> bytes:

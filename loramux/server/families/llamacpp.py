@@ -31,6 +31,7 @@ from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.llamacpp_lora import PlacedAdapters
+from loramux.server.families.sglang_info import shown_path
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.prompts import encode_prompt, off_loop
 from loramux.server.receipt_draft import Timing, receipt_draft
@@ -122,7 +123,7 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
 
     async def props(request: Request) -> Response:
         context.require_known()
-        return json_response(_props(context))
+        return json_response(_props(context, request))
 
     async def health(request: Request) -> Response:
         context.require_ready()
@@ -377,13 +378,13 @@ async def _tokenize(context: Context, request: Request) -> Response:
     return json_response({"tokens": await off_loop(len(body.content), work)})
 
 
-def _props(context: Context) -> dict[str, Any]:
+def _props(context: Context, request: Request) -> dict[str, Any]:
     card, codec = context.backend.card, context.backend.codec
     info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
     return {
         "default_generation_settings": {"n_ctx": card.max_model_len, "params": DEFAULTS},
         "total_slots": card.max_sequences,
-        "model_path": card.path,
+        "model_path": shown_path(context, request, card.path),
         "model_alias": context.base_names[0],
         "chat_template": info.get("chat_template") or "",
         "bos_token": info.get("bos_token") or "",

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from loramux import __version__
 from loramux.server.body import json_response
+from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.endpoint import Handler
 
@@ -19,11 +20,11 @@ def info_handlers(context: Context) -> Mapping[str, Handler]:
 
     async def model_info(request: Request) -> Response:
         context.require_known()
-        return json_response(_model_info(context))
+        return json_response(_model_info(context, request))
 
     async def server_info(request: Request) -> Response:
         context.require_known()
-        return json_response(_server_info(context))
+        return json_response(_server_info(context, request))
 
     async def load_of(request: Request) -> Response:
         """The number of open requests, by which vLLM's balancers choose a server."""
@@ -39,12 +40,12 @@ def info_handlers(context: Context) -> Mapping[str, Handler]:
     }
 
 
-def _model_info(context: Context) -> dict[str, Any]:
+def _model_info(context: Context, request: Request) -> dict[str, Any]:
     card = context.backend.card
     return {
-        "model_path": card.path,
+        "model_path": shown_path(context, request, card.path),
         "served_model_name": context.base_names[0],
-        "tokenizer_path": card.tokenizer_folder or card.path,
+        "tokenizer_path": shown_path(context, request, card.tokenizer_folder or card.path),
         "is_generation": card.pooling.generates,
         "preferred_sampling_params": None,
         "weight_version": "default",
@@ -55,10 +56,16 @@ def _model_info(context: Context) -> dict[str, Any]:
     }
 
 
-def _server_info(context: Context) -> dict[str, Any]:
+def shown_path(context: Context, request: Request, path: str) -> str:
+    """Returns a path of this machine, for a tenant's key the name of the base in its place."""
+    is_confined = context.view_of(caller_of(request)).is_confined
+    return context.base_names[0] if is_confined else path
+
+
+def _server_info(context: Context, request: Request) -> dict[str, Any]:
     card, stats = context.backend.card, context.backend.stats
     return {
-        **_model_info(context),
+        **_model_info(context, request),
         "version": __version__,
         "context_length": card.max_model_len,
         "dtype": card.dtype,

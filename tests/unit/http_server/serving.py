@@ -123,7 +123,7 @@ async def serving(**settings: Any) -> AsyncIterator[Serving]:
     app, config = App(), ConnectionConfig(**settings)
 
     async def drain() -> None:
-        app.released.set()
+        await app.released.wait()
 
     server = DrainingServer(
         uvicorn_config(app, config, log_level="warning", drain_s=1), config, drain

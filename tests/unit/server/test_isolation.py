@@ -12,6 +12,7 @@ from loramux.registry.names import parse_name_reference
 from loramux.types.access import KeyScope
 from tests.unit.server.asgi_client import COMPLETIONS, request
 from tests.unit.server.registry_app import Make, RegistryApp
+from tests.unit.server.scripted_backend import CARD
 
 CID = "cidv1:sha256:"
 
@@ -330,3 +331,12 @@ def test_scopes_of_a_tenant(tenants: Tenants) -> None:
     assert tenants.ask(infer, "GET", "/v1/receipts").status_code == 403
     assert tenants.ask(infer, "DELETE", "/v1/adapters/globex/secret").status_code == 403
     assert tenants.ask(tenants.acme, "GET", "/v1/stats").status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/get_model_info", "/model_info", "/props"])
+def test_a_tenant_does_not_see_where_the_model_lies(tenants: Tenants, path: str) -> None:
+    shown = tenants.ask(tenants.acme, "GET", path).json()
+    assert shown["model_path"] == "tiny-base"
+    assert shown.get("tokenizer_path", "tiny-base") == "tiny-base"
+    seen = tenants.ask(tenants.operator, "GET", path).json()
+    assert seen["model_path"] == CARD.path
