@@ -77,6 +77,8 @@ class ModelCard(HostCard):
     packing: PackingKind = "dense"
     """The layout of adapters on the device."""
     pooling: ModelPooling = ModelPooling()
+    compiles_kernels: bool = False
+    """Whether steps are slower at first, until CPU kernels have been compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class EngineStats:
     """Smoothed duration of a step."""
     token_s: float = 0.0
     """Smoothed duration of a prefill token."""
+    kernels: str = ""
+    """The kernels of the next step: numba, cpu (torch's operations), torch (reference), triton."""
     tier_s: tuple[float, ...] = ()
     """Seconds to bring an adapter of the usual size to the device, by the number of its Tier."""
 

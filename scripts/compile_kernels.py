@@ -5,19 +5,7 @@ Without this step each process compiles all of them, and the cache mixes functio
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
+from loramux.kernels.compile_ahead import compile_all, has_numba
 
-import loramux.kernels.cpu_jit as package
-
-
-def main() -> None:
-    if importlib.util.find_spec("numba") is None:
-        return
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__" and has_numba():
+    compile_all()

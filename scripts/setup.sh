@@ -91,7 +91,7 @@ urllib.request.urlopen(sys.argv[1], timeout=5).close()' "$1" 2>/dev/null
 
 # Modules are compiled when they are first imported: most of what is installed never is.
 pip_install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
+    "$venv/bin/python" scripts/pip_progress.py --disable-pip-version-check --no-input --no-compile \
         -c constraints-dev.txt "$@"
 }
 

@@ -188,6 +188,9 @@ def engine_facts(card: HostCard) -> Iterator[tuple[str, str]]:
         yield "Batch", f"{card.max_batch_tokens} tokens a step, {card.max_sequences} sequences"
     elif isinstance(card, ImageCard):
         yield "Batch", f"{card.max_tokens} image tokens a step, {card.max_sequences} images"
+    if isinstance(card, ModelCard) and card.compiles_kernels:
+        note = "torch's until the compiled ones are ready, in about a minute: the first start only"
+        yield "Kernels", f"{note}. Answers stay within 1e-4 in the logits"
     if card.start_seconds:
         # Phases may overlap, so that their sum is more than the time of the start.
         phases = (f"{phase} {seconds:.1f} s" for phase, seconds in card.start_seconds.items())

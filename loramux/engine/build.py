@@ -17,6 +17,7 @@ from loramux.config.engine import ResolvedConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, EngineMemory, build_memory
 from loramux.errors import DoesNotFit
+from loramux.kernels.compile_ahead import CompileAhead
 from loramux.kernels.select import select_kernels
 from loramux.lora.merge import MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
@@ -31,7 +32,7 @@ from loramux.models.dtypes import resolve_dtype
 from loramux.models.loader import LoadedModel, load_model
 from loramux.models.packed_linear import pack_linears
 from loramux.models.pooling import read_pooling
-from loramux.runner.cpu_runner import CpuRunner
+from loramux.runner.cpu_runner import CpuRunner, LaterKernels
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types.model import BaseModelInfo, PagedLayout
 from loramux.types.pooling import ModelPooling
@@ -46,9 +47,15 @@ _MAX_SPARE_FRACTION = 1 / 16
 
 
 def load_base(
-    path: Path, config: ResolvedConfig, *, progress: Progress | None = None
+    path: Path,
+    config: ResolvedConfig,
+    *,
+    progress: Progress | None = None,
+    packs_later: bool = False,
 ) -> LoadedModel:
     """Load the base, with packed weights where the CPU kernels use them.
+
+    `packs_later`: in float32 a CpuRunner with CompileAhead packs them.
 
     For a GPU it returns before the weights are read: kernels are compiled meanwhile.
     """
@@ -68,7 +75,9 @@ def load_base(
     )
     packs = config.pack_weights and not config.is_gpu and not config.wants_device_kernels
     if packs and not config.wants_reference_kernels:
-        pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)
+        is_later = packs_later and model.decoder.dtype == torch.float32
+        byte_limit = total_memory_bytes() // 4
+        pack_linears(model.decoder, byte_limit=byte_limit, packs_later=is_later)
     return model
 
 
@@ -85,8 +94,12 @@ def build_engine(
     clock: Clock = time.monotonic,
     loads: Executor | None = None,
     progress: Progress | None = None,
+    ahead: CompileAhead | None = None,
 ) -> Engine:
-    """Build an engine; `loads` runs adapter loads, by default on threads of the engine."""
+    """Build an engine; `loads` runs adapter loads, by default on threads of the engine.
+
+    `ahead`: the engine computes without compiled CPU kernels until these are done.
+    """
     pooling = _pooling(model, config)
     base = base_info(model.config, model.name)
     gpu_plan = _gpu_plan(model, config, base) if config.wants_device_kernels else None
@@ -123,7 +136,7 @@ def build_engine(
     )
     merge = None
     if gpu_runner is None:
-        runner = _cpu_runner(model, config, base, memory, progress)
+        runner = _cpu_runner(model, config, base, memory, progress, ahead)
         merge = _merge_controller(config, runner, PageDeltas(memory.placement.device, pool))
     return Engine(
         scheduler=scheduler,
@@ -141,21 +154,24 @@ def _cpu_runner(
     base: BaseModelInfo,
     memory: EngineMemory,
     progress: Progress | None,
+    ahead: CompileAhead | None,
 ) -> CpuRunner:
     if progress is not None and not config.is_gpu:
-        # Numba compiles for 15 to 26 s on two cores at the first start, under 1 s later.
+        # Without `ahead` numba compiles for 15 to 60 s on two cores, once.
         progress("Preparing CPU kernels", 0.0)
+    select = partial(
+        select_kernels,
+        config.device,
+        reference=config.wants_reference_kernels or config.is_gpu,
+        dtype=memory.pool.storage.dtype,
+    )
     return CpuRunner(
         decoder=model.decoder,
         linears=base.fused_linears,
         pool=memory.pool,
         adapters=memory.placement.device,
-        kernels=select_kernels(
-            config.device,
-            reference=config.wants_reference_kernels or config.is_gpu,
-            dtype=memory.pool.storage.dtype,
-            may_compile=config.may_compile_kernels,
-        ),
+        kernels=select(may_compile=config.may_compile_kernels and ahead is None),
+        later=None if ahead is None else LaterKernels(ahead, partial(select, may_compile=True)),
     )
 
 

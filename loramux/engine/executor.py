@@ -37,6 +37,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def kernels(self) -> str:
+        """The name of the kernels of the next step."""
+        ...
+
+    @property
     def is_lacking(self) -> bool:
         """Whether a step ran slower than it could because something is not prepared yet."""
         ...

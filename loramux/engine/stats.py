@@ -25,6 +25,7 @@ def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
         num_adapter_loads=device.loads,
         num_adapter_evictions=device.evictions,
         num_steps=num_steps,
+        kernels=engine.executor.kernels,
         running_adapters=engine.scheduler.running_adapters(),
         waiting_adapters=engine.scheduler.waiting_adapters(),
         waiting_tenants=engine.scheduler.waiting_tenants(),

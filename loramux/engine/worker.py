@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from loramux.adapters.catalog import IdentifiedAdapter
 from loramux.backend import AdapterUse, ModelCard
 from loramux.config.engine import EngineConfig, ResolvedConfig
@@ -20,6 +22,7 @@ from loramux.engine.messages import Add, Command, Events, Finish, Identify, List
 from loramux.engine.start_phases import StartPhases
 from loramux.engine.stats import adapter_uses, engine_stats
 from loramux.errors import LoramuxError
+from loramux.kernels.compile_ahead import CompileAhead, are_compiled, has_numba
 from loramux.memory.loader import lower_priority
 from loramux.memory.usage import UsageFile
 from loramux.models.architectures import base_info
@@ -41,7 +44,7 @@ from loramux.worker.messages import (
     encode_error,
 )
 from loramux.worker.pulse import Pulse
-from loramux.worker.step_loop import StepLoop, registration_of, run_process, serve_engine
+from loramux.worker.step_loop import Moved, StepLoop, registration_of, run_process, serve_engine
 
 _SAVE_USAGE_INTERVAL_S = 60.0
 _NUM_HEADER_READERS = 4
@@ -58,6 +61,7 @@ class Worker(StepLoop[TokenEvent, AdapterCard]):
         channel: EngineChannel,
         pulse: Pulse,
         usage: UsageFile | None = None,
+        ahead: CompileAhead | None = None,
     ) -> None:
         super().__init__(engine, engine.residency, engine.memory.placement, channel, pulse, usage)
         self._engine = engine
@@ -69,10 +73,15 @@ class Worker(StepLoop[TokenEvent, AdapterCard]):
         # Removed by the server, but still used by a sequence.
         self._removed: set[str] = set()
         self._num_steps = 0
+        self._ahead = ahead
 
     def run(self) -> None:
+        if self._ahead is not None:
+            self._ahead.start(lambda: self._inbox.put(Moved()))
         with self._collections:
             super().run()
+        if self._ahead is not None:
+            self._ahead.close()
         for threads in (self._header_readers, self._identifiers):
             threads.shutdown(wait=False, cancel_futures=True)
         self._engine.close()
@@ -199,14 +208,24 @@ def open_loop(start: Start, channel: EngineChannel, pulse: Pulse) -> tuple[Model
     """Builds the engine, and says how far it is."""
     config, choice = resolve_config(EngineConfig(**start.settings))
     phases = StartPhases(lambda what, share: channel.send(Progress(what=what, share=share)))
-    model = load_base(Path(start.model), config, progress=phases)
-    engine = build_engine(model, config, progress=phases)
+    ahead = CompileAhead() if _compiles_ahead(config) else None
+    model = load_base(Path(start.model), config, progress=phases, packs_later=ahead is not None)
+    if model.decoder.dtype != torch.float32:
+        ahead = None
+    engine = build_engine(model, config, progress=phases, ahead=ahead)
     engine.constraints.use_tokenizer(model.tokenizer_folder, model.eos_token_ids)
     engine.constraints.prepare()
     card = _model_card(model, engine, start.model, config, choice)
+    card = replace(card, compiles_kernels=ahead is not None)
     usage = None if config.disk_folder is None else UsageFile(Path(config.disk_folder))
-    worker = Worker(engine, channel, pulse, usage)
+    worker = Worker(engine, channel, pulse, usage, ahead)
     return replace(card, start_seconds=phases.seconds()), worker
+
+
+def _compiles_ahead(config: ResolvedConfig) -> bool:
+    """Whether the first requests should not wait for the compiler."""
+    is_on_cpu = not (config.is_gpu or config.wants_device_kernels or config.wants_reference_kernels)
+    return is_on_cpu and config.may_compile_kernels and has_numba() and not are_compiled()
 
 
 def _model_card(

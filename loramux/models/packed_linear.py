@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loramux.kernels.linear import DenseWeight, LinearMethod, tile_padding
-from loramux.kernels.ops import PackedMatrix
+from loramux.kernels.ops import JitGemmOps, PackedMatrix
 from loramux.kernels.select import select_jit_gemm
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
@@ -24,7 +24,8 @@ TYPICAL_ROWS = 32
 class PackedLinear(nn.Module):
     """A linear layer with a dense weight and a copy in the panel layout of the CPU GEMM."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, *, packs_later: bool = False) -> None:
+        """`packs_later`: compute on the dense weight until `pack` is called; float32 alone."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -37,11 +38,21 @@ class PackedLinear(nn.Module):
         """Columns of zeros that x and `packed` get for whole tiles."""
         is_plain = linear.weight.dtype != torch.bfloat16 and not self.padding
         self.max_plain_rows = MAX_PLAIN_ROWS if is_plain else 0
-        self._gemm = select_jit_gemm(linear.weight.dtype)
+        self._gemm: JitGemmOps | None = None
+        if not packs_later:
+            self.pack()
+
+    @property
+    def is_packed(self) -> bool:
+        return self.matrix is not None or self.packed is not None
+
+    def pack(self) -> None:
+        """Make the copy of the weight; the kernels that read it are compiled if necessary."""
+        weight = self.weight.data
+        self._gemm = select_jit_gemm(weight.dtype)
         if self._gemm is not None:
-            self.matrix = self._gemm.pack(linear.weight.data, linear.bias)
+            self.matrix = self._gemm.pack(weight, self.bias)
         else:
-            weight = linear.weight.data
             padded = F.pad(weight, (0, self.padding)) if self.padding else weight
             self.packed = torch.ops.mkldnn._reorder_linear_weight(padded, TYPICAL_ROWS)
 
@@ -51,13 +62,13 @@ class PackedLinear(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.weight.nbytes
+        return (2 if self.is_packed else 1) * self.weight.nbytes
 
     def with_weight(self, weight: Tensor) -> LinearMethod:
-        return PackedLinear(Linear.over(weight, self.bias))
+        return PackedLinear(Linear.over(weight, self.bias), packs_later=not self.is_packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= self.max_plain_rows:
+        if x.shape[0] <= self.max_plain_rows or not self.is_packed:
             return F.linear(x, self.weight, self.bias)
         if self._gemm is not None and self.matrix is not None:
             return self._gemm.multiply(x, self.matrix)
@@ -73,10 +84,10 @@ class PackedLinear(nn.Module):
         return None if num_rows <= self.max_plain_rows else self.matrix
 
 
-def pack_linears(decoder: Decoder, *, byte_limit: int) -> int:
+def pack_linears(decoder: Decoder, *, byte_limit: int, packs_later: bool = False) -> int:
     """Pack linears in order while they fit into `byte_limit`; return the bytes taken.
 
-    Those that need padding are packed in any case.
+    Those that need padding are packed in any case. `packs_later`: see PackedLinear.
     """
     if not can_pack(decoder.dtype, decoder.norm.weight.device):
         return 0
@@ -90,7 +101,7 @@ def pack_linears(decoder: Decoder, *, byte_limit: int) -> int:
         fits = num_bytes + linear.weight.nbytes <= byte_limit
         if not fits and not tile_padding(linear.weight):
             continue
-        setattr(owner, site, PackedLinear(linear))
+        setattr(owner, site, PackedLinear(linear, packs_later=packs_later))
         num_bytes += linear.weight.nbytes
     return num_bytes
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -10,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from loramux.kernels.compile_ahead import CompileAhead
 from loramux.kernels.ops import Kernels
 from loramux.lora.attach import LoraContext, attach
 from loramux.lora.batch import LoraBatch, RowRun, gather_batch
@@ -18,6 +21,7 @@ from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.decoder import Decoder, TorchDecoderOps
+from loramux.models.packed_linear import PackedLinear
 from loramux.runner.batch import (
     NOT_FINITE,
     PagedAttention,
@@ -37,12 +41,24 @@ from loramux.types.model import FusedLinear
 from loramux.types.request import TokenLogprob
 from loramux.types.step import BeforeChoice, InFlightStep, StepPlan, StepResult
 
+_log = logging.getLogger(__name__)
+# Steps wait for so long while weights are packed for kernels that were compiled late.
+_PACK_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     batch: StepBatch
     lora: LoraBatch | None
     extras: StepExtras | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaterKernels:
+    """Kernels that replace those of the first steps once they are compiled."""
+
+    ahead: CompileAhead
+    select: Callable[[], Kernels]
 
 
 class CpuRunner:
@@ -56,21 +72,38 @@ class CpuRunner:
         pool: PagePool,
         adapters: Mapping[str, ResidentAdapter],
         kernels: Kernels,
+        later: LaterKernels | None = None,
     ) -> None:
+        self._later = later
+        self._unpacked: Iterator[PackedLinear] | None = None
         self._decoder = decoder
         self._pool = pool
         self._adapters = adapters
-        self._kernels = kernels
         self._layout = pool.geometry
         self._extras = ExtrasSource(pool, adapters, linears, num_layers=decoder.config.num_layers)
-        self._stacks = LoraStacks(pool, in_place=kernels.lora.READS_ADDRESSES)
         names = [linear.name for linear in linears]
         self._lora = attach(decoder.layers, names, kernels.lora)
+        self._use(kernels)
+
+    def _use(self, kernels: Kernels) -> None:
+        """Compute the next steps with these kernels.
+
+        All kernels read and write the same layouts of KV cache and adapters: running sequences go
+        on. What they derive from adapters is made again.
+        """
+        self._kernels = kernels
+        self._stacks = LoraStacks(self._pool, in_place=kernels.lora.READS_ADDRESSES)
+        self._lora.kernels = kernels.lora
         self._compiled = (
             None
             if kernels.jit is None
-            else JitDecoder(decoder, kernels.jit, self._layout, pool.storage)
+            else JitDecoder(self._decoder, kernels.jit, self._layout, self._pool.storage)
         )
+
+    @property
+    def kernels(self) -> str:
+        """The name of the kernels of the next step."""
+        return self._kernels.name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,11 +127,26 @@ class CpuRunner:
 
     @property
     def is_lacking(self) -> bool:
-        """Return False: kernels are compiled before the first step."""
-        return False
+        """Whether kernels have been compiled that the steps do not use yet."""
+        return self._later is not None and self._later.ahead.is_done
 
     def prepare_next(self, *, only_wanted: bool) -> bool:
-        """Return False: there is nothing to prepare."""
+        """Change to the compiled kernels, then pack some weights for them at each call."""
+        if self._later is None or not self._later.ahead.is_done:
+            return False
+        if self._unpacked is None:
+            self._use(self._later.select())
+            packed = (module for module in self._decoder.modules() if _is_unpacked(module))
+            self._unpacked = cast(Iterator[PackedLinear], packed)
+            return True
+        ends_s = time.monotonic() + _PACK_S
+        for linear in self._unpacked:
+            linear.pack()
+            if time.monotonic() > ends_s:
+                return True
+        seconds = time.monotonic() - self._later.ahead.began_s
+        _log.warning("compiled CPU kernels are used from now on, %.0f s after the start", seconds)
+        self._later = None
         return False
 
     def launch(self, plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
@@ -201,3 +249,7 @@ class CpuRunner:
         logits_of = partial(self._logits, step)
         of_prompts = prompt_logprobs_of(batch, states.hidden, logits_of, failed)
         return StepResult(token_ids, logprobs, of_prompts, failed)
+
+
+def _is_unpacked(module: torch.nn.Module) -> bool:
+    return isinstance(module, PackedLinear) and not module.is_packed

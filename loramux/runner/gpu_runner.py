@@ -201,6 +201,10 @@ class GpuRunner:
                 progress("Capturing graphs", (number + 1) / len(todo))
 
     @property
+    def kernels(self) -> str:
+        return "triton"
+
+    @property
     def is_lacking(self) -> bool:
         """Whether steps ran on larger graphs because their own are not captured."""
         return self._can_capture and any(

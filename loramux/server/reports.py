@@ -45,6 +45,7 @@ def _host_report(context: HostContext) -> EngineReport:
         prefix_query_tokens=stats.prefix_query_tokens,
         prefix_hit_tokens=stats.prefix_hit_tokens,
         tiers=[tier_entry(tier) for tier in stats.tiers],
+        kernels=stats.kernels or UNSET,
     )
 
 
