@@ -433,7 +433,7 @@ class EngineReport(Struct, kw_only=True):
     prefix_hit_tokens: int
     tiers: list[TierEntry]
     kernels: str | UnsetType = UNSET
-    """Of a language model's next step: numba, cpu (torch's operations) or triton."""
+    """The kernels of a language model's next step: numba, cpu (torch's operations) or triton."""
     modality: Modality | UnsetType = UNSET
     """image; absent for text"""
     image: EngineReport | UnsetType = UNSET
