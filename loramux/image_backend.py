@@ -32,6 +32,8 @@ class ImageCard(HostCard):
     """Whether classifier-free guidance is true_cfg_scale; otherwise it is guidance_scale."""
     samplers: tuple[str, ...] = ()
     """Samplers beside the model's own."""
+    weighs_words: bool = False
+    """Whether brackets in prompts may weigh words."""
     sizes: tuple[tuple[int, int], ...] = ()
     """All (width, height) that the model draws; empty: any."""
 

@@ -373,9 +373,12 @@ class ImageEngine:
             for name in family.text_encoders:
                 if name in self._lora:
                     self._lora[name].set_all(selection)
+            if request.weighs_words:
+                return family.encode_weighed(text, length, is_negative=is_negative)
             return (family.encode_negative if is_negative else family.encode)(text, length)
 
-        return self.prompts.get(PromptKey(text, is_negative, length, selection), encode)
+        key = PromptKey(text, is_negative, request.weighs_words, length, selection)
+        return self.prompts.get(key, encode)
 
     def _text_part(self, selection: Selection) -> Selection:
         encoders = set(self.family.text_encoders)

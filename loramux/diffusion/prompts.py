@@ -13,6 +13,7 @@ from loramux.types.request import Selection
 class PromptKey(NamedTuple):
     text: str
     is_negative: bool
+    weighs_words: bool
     length: int
     selection: Selection
     """The adapters of the request that change a text encoder, with their weights."""

@@ -245,6 +245,7 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
         takes_guidance=family.takes_guidance,
         takes_true_cfg=family.guidance_name == "true_cfg_scale",
         samplers=engine.samplers.names,
+        weighs_words=family.weighs_words,
         sizes=family.facts.sizes,
         start_seconds={
             "load": loaded - began,

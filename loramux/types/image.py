@@ -75,6 +75,8 @@ class ImageRequest(msgspec.Struct, frozen=True, kw_only=True):
     height: int
     steps: int
     seed: int
+    weighs_words: bool = False
+    """Whether brackets in the prompts weigh their words, as in A1111."""
     negative_prompt: str = ""
     """What the image must not show; it takes part in classifier-free guidance only."""
     guidance_scale: float | None = None

@@ -87,6 +87,8 @@ class Family(ABC):
     """Whether the rows of one forward must have prompts of the same padded length."""
     length_tokenizer: ClassVar[str] = "tokenizer"
     """The tokenizer whose tokens are padded or cut to the length of a prompt."""
+    weighs_words: ClassVar[bool] = False
+    """Whether brackets in prompts may weigh words."""
     has_graphs: ClassVar[bool] = False
     """Whether forwards of inputs of one shape do the same work, without waiting for a GPU."""
     takes_image: ClassVar[bool] = False
@@ -195,7 +197,7 @@ class Family(ABC):
 
     def warnings(self, request: ImageRequest) -> tuple[str, ...]:
         """Return what the model cannot draw of a prompt."""
-        tokenizer = getattr(self.pipe, self.length_tokenizer, None)
+        tokenizer = getattr(self.pipe, self.length_tokenizer, None)  # empty: prompts of any length
         found = self.facts.warnings(request.prompt)
         if tokenizer is None:
             return found
@@ -214,6 +216,10 @@ class Family(ABC):
     def encode_negative(self, text: str, length: int) -> Text:
         """Encodes a negative prompt, which may be empty."""
         return self.encode(text, length)
+
+    def encode_weighed(self, text: str, length: int, *, is_negative: bool) -> Text:
+        """Encode a prompt whose brackets weigh its words."""
+        raise InvalidRequest("This model does not weigh words.", param="prompt")
 
     @abstractmethod
     def start(self, request: ImageRequest, scheduler: Any, generator: torch.Generator) -> Sampling:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loramux.diffusion.families.base import (
@@ -21,6 +22,8 @@ from loramux.diffusion.families.base import (
     timesteps_of,
     unsupported,
 )
+from loramux.diffusion.families.clip_prompts import Chunk, chunks_of, encode_chunks
+from loramux.types.emphasis import Fragment, parse_emphasis
 from loramux.types.image import ImageRequest
 
 
@@ -34,6 +37,8 @@ class Sdxl(Family):
     default_guidance = 5.0
     default_length = 77
     needs_equal_text = False
+    length_tokenizer = ""
+    weighs_words = True
     takes_image = True
     draws_masked_image = True
 
@@ -57,10 +62,28 @@ class Sdxl(Family):
         return (request.width // side) * (request.height // side)
 
     def encode(self, text: str, length: int) -> Text:
-        embeds, _, pooled, _ = self.pipe.encode_prompt(
-            text, device=self.device, do_classifier_free_guidance=False
-        )
-        return {"embeds": embeds, "pooled": pooled}
+        return self._encode([Fragment(text)])
+
+    def encode_weighed(self, text: str, length: int, *, is_negative: bool) -> Text:
+        param = "negative_prompt" if is_negative else "prompt"
+        fragments = parse_emphasis(text, param=param)
+        return self._encode(fragments) if text else self.encode_negative(text, length)
+
+    def _encode(self, fragments: Sequence[Fragment]) -> Text:
+        """Encode a prompt of any length; the pooled embedding is that of its first chunk."""
+        parts = [("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")]
+        pairs = [(getattr(self.pipe, encoder), getattr(self.pipe, name)) for encoder, name in parts]
+        pairs = [(encoder, tokenizer) for encoder, tokenizer in pairs if encoder is not None]
+        chunks = [chunks_of(tokenizer, fragments) for _, tokenizer in pairs]
+        count = max(map(len, chunks))
+        states = []
+        for (encoder, tokenizer), each in zip(pairs, chunks, strict=True):
+            padded = [*each, *[Chunk((), ())] * (count - len(each))]
+            state, out = encode_chunks(encoder, tokenizer, padded)
+            states.append(state)
+        # The last encoder projects its pooled output.
+        embeds = torch.cat(states, dim=-1).to(pairs[-1][0].dtype)
+        return {"embeds": embeds.to(self.device), "pooled": out[0][:1].to(self.device)}
 
     def encode_negative(self, text: str, length: int) -> Text:
         encoded = self.encode(text, length)
@@ -107,7 +130,20 @@ class Sdxl(Family):
         scaled: Tensor = (latents - mean) * vae.config.scaling_factor / std
         return scaled
 
+    def _stacked_embeds(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
+        """Return the embeddings of all rows, and a mask where prompts differ in length."""
+        embeds = [row.text["embeds"] for row in rows]
+        lengths = [one.shape[1] for one in embeds]
+        most = max(lengths)
+        if min(lengths) == most:
+            return torch.cat(embeds), None
+        padded = [F.pad(one, (0, 0, 0, most - one.shape[1])) for one in embeds]
+        places = torch.arange(most, device=self.device)
+        mask = places[None] < torch.tensor(lengths, device=self.device)[:, None]
+        return torch.cat(padded), mask
+
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+        embeds, mask = self._stacked_embeds(rows)
         inputs = [
             row.sampling.scheduler.scale_model_input(row.sampling.latents, row.sampling.timestep)
             for row in rows
@@ -115,7 +151,8 @@ class Sdxl(Family):
         out = self.pipe.unet(
             torch.cat(inputs).to(self.dtype),
             timesteps_of(rows),
-            encoder_hidden_states=stacked(rows, "embeds"),
+            encoder_hidden_states=embeds,
+            encoder_attention_mask=mask,
             added_cond_kwargs={
                 "text_embeds": stacked(rows, "pooled"),
                 "time_ids": torch.cat([row.sampling.extra["time_ids"] for row in rows]),

@@ -21,10 +21,10 @@ from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.sdapi_words import (
     TaggedPrompt,
-    check_negative,
     check_scripts,
     find_sampler,
     read_prompt,
+    read_words,
 )
 from loramux.server.images.sources import check_files, decode_base64
 from loramux.server.wire_images import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
@@ -54,7 +54,7 @@ async def make_drawing(
     caller, card = caller_of(http), context.backend.card
     check_scripts(body.alwayson_scripts or {})
     prompt = read_prompt(body.prompt)
-    negative = check_negative(body.negative_prompt or "")
+    words = read_words(card, prompt, body.negative_prompt or "")
     draft.asked = "+".join(prompt.names) or None
     sampler = find_sampler(card, body.sampler_name or body.sampler_index, body.scheduler)
     _check_eta(body.eta, sampler)
@@ -73,8 +73,9 @@ async def make_drawing(
     requests = [
         ImageRequest(
             request_id=f"img-{secrets.token_hex(12)}",
-            prompt=prompt.text,
-            negative_prompt=negative,
+            prompt=words.positive,
+            negative_prompt=words.negative,
+            weighs_words=words.are_weighed,
             width=card.default_size if body.width is None else body.width,
             height=card.default_size if body.height is None else body.height,
             steps=DEFAULT_STEPS if body.steps is None else body.steps,
@@ -97,7 +98,7 @@ async def make_drawing(
         http=http,
         draft=draft,
     )
-    return SdAsked(drawing, prompt, negative)
+    return SdAsked(drawing, prompt, body.negative_prompt or "")
 
 
 def _count(body: SdDrawing) -> int:

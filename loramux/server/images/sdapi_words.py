@@ -10,10 +10,10 @@ from typing import Any
 
 from loramux.errors import InvalidRequest, suggest
 from loramux.image_backend import ImageCard
+from loramux.types.emphasis import read_emphasis
 
 _TAG = re.compile(r"<(\w+):([^<>]*)>")
 _LORA_TAGS = ("lora", "lyco")
-_EMPHASIS = re.compile(r"\([^()]{0,1000}:\s*[+-]?\d*\.?\d+\s*\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,35 @@ def read_prompt(prompt: str) -> TaggedPrompt:
         name, *values = tag[2].split(":")
         names.append(name)
         weights.append(_weight(tag[0], values))
-    found = _EMPHASIS.search(prompt)
-    if found is not None:
-        raise InvalidRequest(
-            f"Weights of words are not supported: write {found[0][:100]!r} without its weight.",
-            param="prompt",
-        )
     return TaggedPrompt(_TAG.sub("", prompt).strip(), tuple(names), tuple(weights))
 
 
-def check_negative(prompt: str) -> str:
-    """Refuses adapters in a negative prompt, where they would be read as words."""
-    if read_prompt(prompt).names:
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The texts of a drawing as its model reads them."""
+
+    positive: str
+    negative: str
+    are_weighed: bool
+    """Whether brackets weigh words; they are plain text otherwise."""
+
+
+def read_words(card: ImageCard, prompt: TaggedPrompt, negative: str) -> Words:
+    """Check the syntax of both prompts; raise InvalidRequest for what would be drawn as words."""
+    if read_prompt(negative).names:
         raise InvalidRequest(
             "Adapters are named in prompt, where they change the whole image.",
             param="negative_prompt",
         )
-    return prompt
+    texts = {"prompt": prompt.text, "negative_prompt": negative}
+    read = {
+        param: read_emphasis(text, weighs_words=card.weighs_words, param=param)
+        for param, text in texts.items()
+    }
+    if any(one.weight != 1 for fragments in read.values() for one in fragments):
+        return Words(prompt.text, negative, are_weighed=True)
+    positive, plain = ("".join(one.text for one in read[param]) for param in texts)
+    return Words(positive, plain, are_weighed=False)
 
 
 def _weight(tag: str, values: list[str]) -> float | None:

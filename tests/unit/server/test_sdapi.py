@@ -15,6 +15,9 @@ from PIL import Image
 
 from loramux.diffusion.samplers import SAMPLERS as OURS
 from loramux.errors import InvalidRequest
+from loramux.server.app import create_app
+from loramux.server.context import ServerOptions
+from loramux.server.images.drawing import ImageModel
 from loramux.server.images.sdapi_words import (
     SAMPLERS,
     find_sampler,
@@ -33,6 +36,8 @@ from tests.image_factory import (
 )
 from tests.image_server import image_client, save_adapters
 from tests.stock_pipeline import StockPipeline
+from tests.unit.server.asgi_client import post as asgi_post
+from tests.unit.server.scripted_images import ScriptedImages
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +111,24 @@ def test_tags_name_adapters(server, stock, prompt, selection):
     assert "Seed: 7, Size: 32x32" in info["infotexts"][0]
 
 
+def test_brackets_with_a_backslash_are_text(server, stock):
+    reply = drawn(server, prompt=r"a \(red\) hill")
+    assert is_same(reply["images"][0], stock(prompt="a (red) hill"))
+
+
+def test_weights_of_words_reach_a_model_that_has_them():
+    images = ScriptedImages()
+    images.card = replace(images.card, weighs_words=True)  # type: ignore[assignment]
+    app = create_app(None, ServerOptions(), images=ImageModel(backend=images, names=images.names))
+    for prompt in ("a (red) hill", r"a \(red\) hill"):
+        assert (
+            asgi_post(app, "/sdapi/v1/txt2img", {"prompt": prompt, "steps": 1}).status_code == 200
+        )
+    weighed, plain = images.drawn
+    assert (weighed.prompt, weighed.weighs_words) == ("a (red) hill", True)
+    assert (plain.prompt, plain.weighs_words) == ("a (red) hill", False)
+
+
 def test_guidance_is_true_cfg_beside_the_distilled_scale(server, stock):
     reply = drawn(server, negative_prompt="blue", cfg_scale=3.0, distilled_cfg_scale=1.5)
     expected = stock(negative_prompt="blue", true_cfg_scale=3.0, guidance_scale=1.5)
@@ -153,7 +176,14 @@ def test_images_begin_with_an_image(server, stock):
         ({"prompt": "x <lora:ink:1:0.5>"}, "must have one weight"),
         ({"prompt": "x <lora:ink:nan>"}, "must have one weight"),
         ({"prompt": "x <hypernet:ink:1>"}, "tags are <lora:name:weight>"),
-        ({"prompt": "a (red:1.3) hill"}, "Weights of words are not supported"),
+        ({"prompt": "a (red:1.3) hill"}, "Weights of words are not supported by this model"),
+        ({"prompt": "a ((red)) hill"}, "write 'red' without brackets"),
+        ({"prompt": "a [red] hill"}, "Weights of words"),
+        ({"negative_prompt": "(blue)"}, "write 'blue' without brackets"),
+        ({"prompt": "a [red:blue:0.5] hill"}, "'[red:blue:0.5]' changes the prompt"),
+        ({"prompt": "a [red|blue] hill"}, "changes the prompt"),
+        ({"prompt": "a hill AND a tree"}, "AND in a prompt is not supported"),
+        ({"prompt": "a hill BREAK a tree"}, "BREAK in a prompt is not supported"),
         ({"prompt": "<lora:ink:1>"}, "prompt must not be empty"),
         ({"negative_prompt": "<lora:ink:1>"}, "named in prompt"),
         ({"prompt": "x <lora:ink:1> <lora:ink:0.5>"}, "ink"),
