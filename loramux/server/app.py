@@ -60,6 +60,7 @@ from loramux.server.routes.adapters import adapter_routes
 from loramux.server.routes.caller import caller_routes
 from loramux.server.routes.doctor import doctor_routes
 from loramux.server.routes.embeddings import embedding_routes
+from loramux.server.routes.fim import fim_routes
 from loramux.server.routes.keys import key_routes
 from loramux.server.routes.models import model_routes
 from loramux.server.routes.openai import chat_routes, completion_routes
@@ -79,6 +80,7 @@ from loramux.types.routes import ROUTE_ACCESS
 TEXT_ROUTES = (
     chat_routes,
     completion_routes,
+    fim_routes,
     embedding_routes,
     score_routes,
     run_routes,

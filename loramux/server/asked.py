@@ -14,6 +14,7 @@ from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import read_body
 from loramux.server.context import Context
+from loramux.server.fim import Filler, FillPrompt
 from loramux.server.generation import Generation, RouteKind, check_num_choices, open_generation
 from loramux.server.names import Selected
 from loramux.server.prompts import encode_messages, encode_pair, encode_prompt, off_loop
@@ -22,7 +23,7 @@ from loramux.server.requests import resolve_request
 from loramux.server.sampling import Logprobs
 from loramux.server.selection import ModelReference, combination_of
 from loramux.server.structured.check import enforceable_grammar
-from loramux.server.structured.fields import AskedConstraint
+from loramux.server.structured.fields import AskedConstraint, json_options
 from loramux.server.token_reports import Truncation
 from loramux.server.tools.chat import ChatPlan, plan_chat
 from loramux.server.wire import ChatRequest, GenerationBody
@@ -38,8 +39,8 @@ class TextPair:
     second: str
 
 
-Prompt = str | TextPair | Sequence[str | int]
-"""A text, two texts, token ids, or a mix of texts and token ids."""
+Prompt = str | TextPair | FillPrompt | Sequence[str | int]
+"""A text, two texts, a text with a hole, token ids, or a mix of texts and token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,13 @@ async def open_asked(
     )
     check_num_choices(context, request, asked.num_prompts)
     if asked.constraint is not None:
-        grammar = await enforceable_grammar(asked.constraint)
+        constraint = replace(asked.constraint, options=json_options(asked.body))
+        grammar = await enforceable_grammar(constraint)
         params = structs.replace(request.params, grammar=grammar.encode())
         request = replace(request, params=params)
     codec, max_model_len = request.codec, context.backend.card.max_model_len
+    if any(isinstance(prompt, FillPrompt) for prompt in asked.prompts):
+        request = replace(request, params=Filler(codec).end(request.params))
     plan = await plan_asked(context, asked, request.params, codec)
     if plan is not None:
         http.state.tool_notes = plan.notes
@@ -124,7 +128,10 @@ async def plan_asked(
     """Returns how messages are put to the model; None: there are prompts."""
     if asked.messages is None:
         return None
-    body = ChatRequest(messages=list(asked.messages))
+    body = ChatRequest(
+        messages=list(asked.messages),
+        guided_whitespace_pattern=asked.body.guided_whitespace_pattern,
+    )
     if asked.tools is not None:
         body.tools = [dict(tool) for tool in asked.tools.tools]
         body.tool_choice = asked.tools.choice
@@ -154,6 +161,8 @@ def _encode_one(
     adds = asked.add_special_tokens
     if isinstance(prompt, TextPair):
         return encode_pair(codec, prompt.first, prompt.second, max_model_len, adds)
+    if isinstance(prompt, FillPrompt):
+        return Filler(codec).encode(prompt, max_model_len=max_model_len)
     if isinstance(prompt, str):
         return encode_prompt(codec, prompt, max_model_len=max_model_len, add_special_tokens=adds)
     return _encode_parts(codec, prompt, max_model_len)

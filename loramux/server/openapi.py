@@ -27,6 +27,7 @@ from loramux.server.wire import (
     DetokenizeAnswer,
     DetokenizeRequest,
     EngineReport,
+    FimRequest,
     HealthReport,
     Liveness,
     ModelEntry,
@@ -77,6 +78,7 @@ from loramux.types.replica_report import ResidencyReport
 
 STRUCTS = (
     *(ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion),
+    FimRequest,
     *(TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer),
     *(ModelList, ModelEntry, HealthReport, Liveness, VersionReport, ErrorBody),
     ResidencyReport,
@@ -93,6 +95,7 @@ STRUCTS = (
 EXAMPLES: dict[type[Any], dict[str, Any]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16},
     CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 16},
+    FimRequest: {"prompt": "def add(a, b):", "suffix": "    return c", "max_tokens": 16},
     TokenizeRequest: {"prompt": "Hello!"},
     DetokenizeRequest: {"tokens": [72, 73]},
     RunRequest: {"artifact": "alice/refund-flagger@1.4.2", "input": "ticket text..."},

@@ -30,9 +30,10 @@ class StructuredOutputs(Struct, kw_only=True):
     """Any JSON object."""
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool | None = None
-    """No whitespace between the parts of a JSON value."""
+    """true: no whitespace between the parts of a JSON value; false: up to 64 characters; absent: at
+    most one space or newline."""
     disable_additional_properties: bool | None = None
-    """Objects have only the properties that the schema names."""
+    """Objects have only the properties that the schema names, unless it says otherwise."""
     whitespace_pattern: str | None = None
     """A regular expression of the whitespace in JSON values."""
 
@@ -90,6 +91,7 @@ class GenerationBody(Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    """A regular expression of the whitespace in JSON values, wherever their schema is."""
     nvext: dict[str, Any] | None = None
     """The guided_ fields of another server are read from it."""
     skip_special_tokens: bool | None = None
@@ -143,8 +145,21 @@ class CompletionRequest(OpenAiBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, a list of token ids, or a list of either."""
     logprobs: int | None = None
+    suffix: str | None = None
+    """The text after the answer, for models that fill a hole between two texts."""
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class FimRequest(GenerationBody, kw_only=True):
+    """Mistral's body of a hole between two texts."""
+
+    prompt: str
+    """The text before the answer."""
+    suffix: str | None = None
+    """The text after it."""
+    random_seed: int | None = None
+    """Another name of seed."""
 
 
 class PromptTokensDetails(Struct, kw_only=True):

@@ -10,15 +10,17 @@ import msgspec
 from loramux.errors import InvalidRequest
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
+Whitespace = Literal["compact", "any", "none"]
 
 
 class GrammarOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Options of JSON schemas, those inside of a Lark grammar included."""
 
-    any_whitespace: bool = True
-    """Whether whitespace may stand between the parts of a JSON value."""
+    whitespace: Whitespace = "compact"
+    """What may stand between two parts of a JSON value. `compact`: a space or a newline; `any`: up
+    to 64 characters of JSON whitespace; `none`: nothing."""
     whitespace_pattern: str | None = None
-    """A regular expression of this whitespace; None: up to 64 characters of JSON whitespace."""
+    """A regular expression of this whitespace, in place of `whitespace`."""
     lenient: bool = False
     """Leave out the keywords that cannot be enforced, instead of refusing the schema."""
 

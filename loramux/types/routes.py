@@ -87,6 +87,7 @@ _SHARED: Mapping[str, Access] = {
 _TEXT: Mapping[str, Access] = {
     "POST /v1/chat/completions": INFER,
     "POST /v1/completions": INFER,
+    "POST /v1/fim/completions": INFER,
     "POST /v1/embeddings": INFER,
     "POST /pooling": INFER,
     "POST /score": INFER,
@@ -126,6 +127,7 @@ _TEXT: Mapping[str, Access] = {
     "DELETE /adapters/{name:path}": OPERATOR,
     "POST /completion": INFER,
     "POST /completions": INFER,
+    "POST /infill": INFER,
     "POST /chat/completions": INFER,
     "GET /models": ANY,
     "GET /lora-adapters": ANY,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 WORD_BITS = 32
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+_WHITESPACE = {"compact": r"[\x20\x0A]", "any": r"[\x20\x0A\x0D\x09]{1,64}"}
 """Bounded: a model that writes spaces for ever would otherwise never end."""
 _ONE_OF_MARK = "coerce_one_of"
 _ONE_OF = (
@@ -80,10 +80,12 @@ def schema_options(grammar: Grammar) -> dict[str, bool | str]:
     if options.lenient:
         # Otherwise oneOf is only for branches of which a value can follow one at most.
         chosen |= {"lenient": True, "coerce_one_of": True}
-    if not options.any_whitespace:
+    if options.whitespace_pattern is not None:
+        chosen["whitespace_pattern"] = options.whitespace_pattern
+    elif options.whitespace == "none":
         chosen["whitespace_flexible"] = False
     else:
-        chosen["whitespace_pattern"] = options.whitespace_pattern or JSON_WHITESPACE
+        chosen["whitespace_pattern"] = _WHITESPACE[options.whitespace]
     return chosen
 
 

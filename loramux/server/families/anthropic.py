@@ -70,6 +70,7 @@ class MessageBody(CountBody, kw_only=True):
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    guided_whitespace_pattern: str | None = None
     adapters: list[str] | None = None
     adapter_weights: list[float] | None = None
 
@@ -151,6 +152,7 @@ def _asked(body: MessageBody) -> Asked:
             top_k=body.top_k,
             stop=body.stop_sequences,
             stream=body.stream,
+            guided_whitespace_pattern=body.guided_whitespace_pattern,
             user=(body.metadata or {}).get("user_id"),
         ),
         messages=_messages(body),

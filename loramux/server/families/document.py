@@ -39,6 +39,7 @@ BODIES: Mapping[tuple[str, str], Bodies] = {
     ("anthropic", "/v1/messages/count_tokens"): (anthropic.CountBody,),
     ("llamacpp", "/completion"): (llamacpp.CompletionBody,),
     ("llamacpp", "/completions"): (llamacpp.CompletionBody,),
+    ("llamacpp", "/infill"): (llamacpp.InfillBody,),
     ("llamacpp", "/chat/completions"): (wire.ChatRequest,),
     ("llamacpp", "/lora-adapters"): (list[PlacedScale],),
     ("llamacpp", "/tokenize"): (llamacpp.TokenizeContent,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.llamacpp_lora import PlacedAdapters
 from loramux.server.families.sglang_info import shown_path
+from loramux.server.fim import FillPrompt
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.prompts import encode_prompt, off_loop
 from loramux.server.receipt_draft import Timing, receipt_draft
@@ -79,7 +81,22 @@ class CompletionBody(Struct, kw_only=True):
     return_tokens: bool = False
     grammar: str | None = None
     json_schema: Any = None
+    guided_whitespace_pattern: str | None = None
     lora: Any = None
+
+
+class InputExtra(Struct, kw_only=True):
+    text: str
+    filename: str = "file"
+
+
+class InfillBody(CompletionBody, kw_only=True):
+    """A hole between two texts; `prompt` is the beginning of the answer."""
+
+    prompt: Any = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[InputExtra] = []
 
 
 class TokenizeContent(Struct, kw_only=True):
@@ -105,9 +122,6 @@ def error_event(error: Exception) -> bytes:
 def llamacpp_endpoints(context: Context) -> list[Endpoint]:
     placed = PlacedAdapters(context)
 
-    async def complete(request: Request) -> Response:
-        return await _complete(context, request, placed)
-
     async def chat(request: Request) -> Response:
         await _name_adapters(context, request, placed)
         return await answer_chat(context, request)
@@ -129,8 +143,7 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
         context.require_ready()
         return json_response({"status": "ok"})
 
-    async def tokenize(request: Request) -> Response:
-        return await _tokenize(context, request)
+    complete, infill = partial(_complete, context, placed), partial(_infill, context, placed)
 
     def at(
         path: str,
@@ -145,19 +158,20 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
             methods=methods or ("POST",),
             keys=keys,
             shape=llamacpp_error,
-            any_type=handler is complete,
+            any_type=handler in (complete, infill),
         )
 
     return [
         at("/completion", complete),
         at("/completions", complete),
+        at("/infill", infill),
         at("/chat/completions", chat),
         at("/models", models, "GET"),
         at("/lora-adapters", list_lora, "GET"),
         at("/lora-adapters", set_lora),
         at("/props", props, "GET"),
         at("/v1/health", health, "GET"),
-        at("/tokenize", tokenize, keys=CONTENT),
+        at("/tokenize", partial(_tokenize, context), keys=CONTENT),
     ]
 
 
@@ -182,10 +196,24 @@ async def _name_adapters(context: Context, request: Request, placed: PlacedAdapt
         keep_body(request, msgspec.json.encode(fields))
 
 
-async def _complete(context: Context, request: Request, placed: PlacedAdapters) -> Response:
+async def _infill(context: Context, placed: PlacedAdapters, request: Request) -> Response:
+    body = await read_fields(context, request, InfillBody)
+    return await _answer(context, request, placed, body, [_hole(body)])
+
+
+async def _complete(context: Context, placed: PlacedAdapters, request: Request) -> Response:
     body = await read_fields(context, request, CompletionBody)
+    return await _answer(context, request, placed, body, _prompts(body.prompt))
+
+
+async def _answer(
+    context: Context,
+    request: Request,
+    placed: PlacedAdapters,
+    body: CompletionBody,
+    prompts: list[Prompt],
+) -> Response:
     check_penalty_window(body)
-    prompts = _prompts(body.prompt)
     if body.stream and len(prompts) > 1:
         raise InvalidRequest("A stream takes one prompt: send them apart.", param="prompt")
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
@@ -203,6 +231,15 @@ async def _complete(context: Context, request: Request, placed: PlacedAdapters) 
     ]
     is_batch = isinstance(body.prompt, list) and len(prompts) > 1
     return json_response(answers if is_batch else answers[0])
+
+
+def _hole(body: InfillBody) -> FillPrompt:
+    if not isinstance(body.prompt, str):
+        raise InvalidRequest(
+            "prompt must be the text with which the answer has begun.", param="prompt"
+        )
+    files = [(one.filename, one.text) for one in body.input_extra]
+    return FillPrompt(body.input_prefix, body.input_suffix, body.prompt, files)
 
 
 def _prompts(prompt: Any) -> list[Prompt]:
@@ -249,6 +286,7 @@ def _asked(body: CompletionBody, prompts: list[Prompt], selection: dict[str, Any
             frequency_penalty=body.frequency_penalty,
             logit_bias=_logit_bias(body.logit_bias),
             stream=body.stream,
+            guided_whitespace_pattern=body.guided_whitespace_pattern,
             **sampling,
             **({"model": body.model} | selection),
         ),

@@ -223,6 +223,7 @@ def _generation_body(parameters: Parameters, stream: bool) -> GenerationBody:
         frequency_penalty=parameters.frequency_penalty,
         presence_penalty=parameters.presence_penalty,
         stop=parameters.stop,
+        guided_whitespace_pattern=parameters.guided_whitespace_pattern,
         include_stop_str_in_output=True,
         ignore_eos=parameters.ignore_eos_token,
         stream=stream,

@@ -78,6 +78,7 @@ class Parameters(Source, kw_only=True):
     seed: int | None = None
     response_format: dict[str, Any] | None = None
     grammar: dict[str, Any] | None = None
+    guided_whitespace_pattern: str | None = None
     apply_chat_template: bool = False
 
 

@@ -31,6 +31,7 @@ from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.ollama_embed import embed, embed_one
 from loramux.server.families.ollama_fields import is_zero, written_logprobs
 from loramux.server.families.ollama_names import select_tagged
+from loramux.server.fim import FillPrompt
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.model_list import list_models
 from loramux.server.receipt_draft import receipt_draft
@@ -74,6 +75,7 @@ class Body(Struct, kw_only=True):
     model: str
     stream: bool = True
     format: Any = None
+    guided_whitespace_pattern: str | None = None
     options: dict[str, Any] | None = None
     keep_alive: Any = None
     """0: the answer to a request without a prompt says that the model was unloaded."""
@@ -194,17 +196,19 @@ async def _chat(context: Context, request: Request) -> Response:
 
 async def _generate(context: Context, request: Request) -> Response:
     body = await read_fields(context, request, GenerateBody)
-    for name in ("images", "template", "context", "suffix"):
+    for name in ("images", "template", "context"):
         if getattr(body, name):
             raise InvalidRequest(
                 f"{name} is not supported by this server: leave it out.", param=name
             )
+    if body.suffix and body.system:
+        raise InvalidRequest("system does not go with suffix: leave it out.", param="system")
     unloads = is_zero(body.keep_alive)
     selected = await select_tagged(context, request, body.model)
-    if not body.prompt:
+    if not (body.prompt or body.suffix):
         return json_response(_loaded(body, {"response": ""}, unloads=unloads))
     messages = None
-    if not body.raw:
+    if not (body.raw or body.suffix):
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": body.prompt}]
     asked = Asked(
@@ -213,7 +217,7 @@ async def _generate(context: Context, request: Request) -> Response:
         selected=selected,
         logprobs=_logprobs(body),
         name=body.model,
-        prompts=[body.prompt],
+        prompts=[FillPrompt(body.prompt, body.suffix) if body.suffix else body.prompt],
         messages=messages,
         template=_template(context, body),
         constraint=_constraint(body),
@@ -381,6 +385,7 @@ def _generation_body(context: Context, request: Request, body: Body) -> Generati
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         stream=body.stream,
+        guided_whitespace_pattern=body.guided_whitespace_pattern,
         **sampling,
     )
 

@@ -73,6 +73,7 @@ class ResponseBody(Struct, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     prompt: Any = None
+    guided_whitespace_pattern: str | None = None
     adapters: list[str] | None = None
     adapter_weights: list[float] | None = None
 
@@ -141,6 +142,7 @@ def _asked(body: ResponseBody) -> Asked:
             temperature=body.temperature,
             top_p=body.top_p,
             stream=body.stream,
+            guided_whitespace_pattern=body.guided_whitespace_pattern,
             user=body.user,
         ),
         messages=messages_of(body.input, body.instructions),

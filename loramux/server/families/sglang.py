@@ -76,6 +76,7 @@ class SamplingFields(Struct, kw_only=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    guided_whitespace_pattern: str | None = None
     structural_tag: str | None = None
 
 
@@ -229,6 +230,7 @@ async def _open(
                     include_stop_str_in_output=sampling.no_stop_trim,
                     skip_special_tokens=sampling.skip_special_tokens,
                     stream=body.stream,
+                    guided_whitespace_pattern=sampling.guided_whitespace_pattern,
                     **{key: getattr(sampling, key) for key in (*copied, *penalties)},
                 ),
                 prompts=prompts,

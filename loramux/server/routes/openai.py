@@ -15,6 +15,7 @@ from starlette.responses import Response
 from loramux.backend import Delta, TextCodec
 from loramux.server.body import json_response
 from loramux.server.context import Context
+from loramux.server.fim import FillPrompt, filler_of
 from loramux.server.generation import (
     Choice,
     Deltas,
@@ -153,11 +154,11 @@ async def answer_chat(context: Context, request: Request) -> Response:
     codec = generation.request.codec
     deltas = run(context, generation)
     if generation.request.stream:
-        return await stream_events(request, _chat_events(generation, deltas, codec))
+        return await stream_events(request, chat_events(generation, deltas, codec))
     choices, usage = await until_gone(request, collect(generation, deltas))
     return await off_loop(
         BYTES_PER_LOGPROB * num_reported(choices),
-        lambda: json_response(_complete_chat(generation, choices, usage, codec)),
+        lambda: json_response(complete_chat(generation, choices, usage, codec)),
     )
 
 
@@ -207,7 +208,7 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
     return open_generation(context, http, request, draft)
 
 
-def _complete_chat(
+def complete_chat(
     generation: Generation, choices: list[Choice], usage: Usage, codec: TextCodec
 ) -> ChatCompletion:
     report = generation.request.report
@@ -242,7 +243,7 @@ def _complete_chat(
     return answer
 
 
-async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec) -> Events:
+async def chat_events(generation: Generation, deltas: Deltas, codec: TextCodec) -> Events:
     options = generation.request
     writers: dict[int, ChatWriter] = {}
     count = UsageCount(generation.engine_requests)
@@ -368,8 +369,20 @@ async def _open_completion(
 
     truncation = truncation_of(body, request.max_tokens)
     max_model_len = context.backend.card.max_model_len
+    filler = filler_of(body, request.codec)
+    if filler is not None:
+        request = replace(request, params=filler.end(request.params))
 
     def encode(prompt: str | list[int]) -> tuple[int, ...]:
+        if filler is not None:
+            hole = FillPrompt(prompt, body.suffix or "")
+            return tuple(
+                filler.encode(
+                    hole,
+                    max_model_len=max_model_len,
+                    add_special_tokens=body.add_special_tokens is not False,
+                )
+            )
         token_ids = encode_prompt(
             request.codec,
             prompt,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from loramux.engine.grammar.library import schema_options
 from loramux.errors import InvalidRequest
 from loramux.server.structured.schema import check_depth, prepare_schema
 from loramux.server.structured.tags import structural_tag
-from loramux.server.wire import GenerationBody, StructuredOutputs
+from loramux.server.wire import ChatRequest, GenerationBody, StructuredOutputs
 from loramux.types.grammar import Grammar, GrammarOptions
 
 MAX_GRAMMAR_BYTES = 1 << 19
@@ -20,6 +22,8 @@ MAX_PATTERN_BYTES = 1 << 16
 MAX_CHOICES = 10_000
 ANY_OBJECT = {"type": "object"}
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+# Strings, regular expressions and comments may contain the word too.
+_LARK_PART = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b\s*')
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
@@ -38,16 +42,26 @@ class AskedConstraint:
 
 def find_constraint(body: GenerationBody) -> AskedConstraint | None:
     """Return what constrains the answer; response_format takes precedence."""
-    others = [found for found in (_structured_outputs(body), _guided(body)) if found is not None]
     asked = _response_format(body)
     if asked is not None:
-        return asked
+        return replace(asked, options=json_options(body))
+    others = [found for found in (_structured_outputs(body), _guided(body)) if found is not None]
     if len(others) > 1:
         raise InvalidRequest(
             f"{others[0].param} and {others[1].param} exclude each other: give one.",
             param=others[1].param,
         )
     return others[0] if others else None
+
+
+def json_options(body: GenerationBody) -> GrammarOptions:
+    """Return the whitespace that the body asks for, wherever its schema is."""
+    given = body.structured_outputs or StructuredOutputs()
+    is_free = given.disable_any_whitespace is False
+    return GrammarOptions(
+        whitespace="none" if given.disable_any_whitespace else "any" if is_free else "compact",
+        whitespace_pattern=given.whitespace_pattern or _guided_fields(body).whitespace_pattern,
+    )
 
 
 def make_grammar(asked: AskedConstraint) -> Grammar:
@@ -66,8 +80,9 @@ def make_grammar(asked: AskedConstraint) -> Grammar:
         case "choice":
             return Grammar("lark", choice_lark(value, param))
         case "structural_tag":
-            return Grammar("lark", structural_tag(_parsed(value, param), param), asked.options)
-    return Grammar("lark", _lark(_text(value, param), param))
+            tags = structural_tag(_parsed(value, param), param, asked.options)
+            return Grammar("lark", tags)
+    return Grammar("lark", _lark(_text(value, param), param, asked.options))
 
 
 def schema_text(value: Any, asked: AskedConstraint) -> str:
@@ -140,25 +155,36 @@ def _structured_outputs(body: GenerationBody) -> AskedConstraint | None:
     given = body.structured_outputs
     if given is None:
         return None
-    return _one_of(given, _KINDS, "structured_outputs", prefix="structured_outputs.")
+    is_beside_tools = isinstance(body, ChatRequest) and bool(body.tools)
+    param = None if is_beside_tools else "structured_outputs"
+    return _one_of(body, given, _KINDS, param, prefix="structured_outputs.")
 
 
 def _guided(body: GenerationBody) -> AskedConstraint | None:
+    return _one_of(body, _guided_fields(body), _GUIDED[:-1], None, prefix="guided_")
+
+
+def _guided_fields(body: GenerationBody) -> StructuredOutputs:
     fields = {kind: getattr(body, f"guided_{kind}") for kind in _GUIDED}
     if body.nvext is not None:
         fields |= {
             kind: body.nvext[f"guided_{kind}"] for kind in _GUIDED if f"guided_{kind}" in body.nvext
         }
     try:
-        given = msgspec.convert(fields, StructuredOutputs)
+        return msgspec.convert(fields, StructuredOutputs)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"nvext: {error}.", param="nvext") from error
-    return _one_of(given, _GUIDED[:-1], None, prefix="guided_")
 
 
 def _one_of(
-    given: StructuredOutputs, kinds: tuple[str, ...], param: str | None, *, prefix: str
+    body: GenerationBody,
+    given: StructuredOutputs,
+    kinds: tuple[str, ...],
+    param: str | None,
+    *,
+    prefix: str,
 ) -> AskedConstraint | None:
+    """Return the one constraint that is given; `param` None: there may be none."""
     named = [kind for kind in kinds if getattr(given, kind) not in (None, False)]
     if kinds is _KINDS and given.json is False:
         named = ["json", *named]
@@ -174,10 +200,7 @@ def _one_of(
         named[0],
         getattr(given, named[0]),
         param or f"{prefix}{named[0]}",
-        GrammarOptions(
-            any_whitespace=not given.disable_any_whitespace,
-            whitespace_pattern=given.whitespace_pattern,
-        ),
+        json_options(body),
         closes_objects=bool(given.disable_additional_properties),
     )
 
@@ -201,10 +224,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _lark(text: str, param: str) -> str:
+def _lark(text: str, param: str, options: GrammarOptions) -> str:
     """Return a Lark grammar; GBNF and EBNF (`root ::= …`) are converted."""
     if "::=" not in text:
-        return text
+        return _with_options(text, options)
     from llguidance import gbnf_to_lark
 
     try:
@@ -213,3 +236,20 @@ def _lark(text: str, param: str) -> str:
         raise InvalidRequest(
             f"{param} is not a valid GBNF grammar: {error}", param=param
         ) from error
+
+
+def _with_options(lark: str, options: GrammarOptions) -> str:
+    """Return a Lark grammar whose JSON schemas have the options, unless they have their own."""
+    parts, start = [], 0
+    for found in _LARK_PART.finditer(lark):
+        if not found[0].startswith("%json") or found.start() < start:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            continue  # The library says what is wrong with it.
+        if isinstance(schema, dict):
+            schema = {"x-guidance": schema_options(Grammar("lark", "", options)), **schema}
+            parts += [lark[start : found.start()], f"%json {json.dumps(schema)}"]
+            start = end
+    return "".join([*parts, lark[start:]])

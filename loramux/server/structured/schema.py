@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from loramux.errors import InvalidRequest
+from loramux.server.structured.closing import Schema, close_objects
 
 MAX_DEPTH = 64
 KNOWN_FORMATS = frozenset(
@@ -27,8 +28,6 @@ _COUNTS = frozenset(
     )
 )
 
-Schema = dict[str, Any]
-
 
 def check_depth(value: object, param: str) -> None:
     """Raise InvalidRequest if lists and objects are nested too deeply."""
@@ -47,20 +46,20 @@ def prepare_schema(schema: Schema, *, closes_objects: bool = False) -> Schema:
     """Return the schema without annotations that a grammar cannot use.
 
     An unknown `format` is an annotation by the standard. `closes_objects`: objects have no other
-    properties than those that the schema names.
+    properties than those that the schema names, unless it says otherwise.
     """
-    prepared = _map_schemas(schema, lambda inner: _prepare_one(inner, closes_objects))
+    prepared = _map_schemas(schema, _prepare_one)
+    if closes_objects:
+        close_objects(prepared)
     # The library would take options from it.
     prepared.pop("x-guidance", None)
     return prepared
 
 
-def _prepare_one(schema: Schema, closes_objects: bool) -> Schema:
+def _prepare_one(schema: Schema) -> Schema:
     declared = schema.get("format")
     if isinstance(declared, str) and declared not in KNOWN_FORMATS:
         schema.pop("format")
-    if closes_objects and "properties" in schema:
-        schema.setdefault("additionalProperties", False)
     for key in _COUNTS & schema.keys():
         # The standard counts 2.0 among the integers.
         if isinstance(schema[key], float) and schema[key].is_integer():

@@ -10,10 +10,9 @@ import msgspec
 from loramux.engine.grammar.library import schema_options
 from loramux.errors import InvalidRequest
 from loramux.server.structured.schema import check_depth, prepare_schema
-from loramux.types.grammar import Grammar
+from loramux.types.grammar import Grammar, GrammarOptions
 
 MAX_TAGS = 256
-_JSON_OPTIONS = schema_options(Grammar.of_schema({}))
 
 
 class Tag(msgspec.Struct):
@@ -27,7 +26,7 @@ class StructuralTag(msgspec.Struct):
     triggers: list[str]
 
 
-def structural_tag(value: Any, param: str) -> str:
+def structural_tag(value: Any, param: str, options: GrammarOptions) -> str:
     """Return the Lark grammar of {"structures": [{begin, schema, end}], "triggers": [text]}."""
     try:
         given = msgspec.convert(value, StructuralTag)
@@ -39,6 +38,7 @@ def structural_tag(value: Any, param: str) -> str:
         ) from error
     if not 0 < len(given.structures) <= MAX_TAGS:
         raise InvalidRequest(f"{param} needs 1 to {MAX_TAGS} structures.", param=param)
+    json_options = schema_options(Grammar("lark", "", options))
     rules = []
     for number, tag in enumerate(given.structures):
         trigger = _trigger(tag, given.triggers, param)
@@ -46,7 +46,7 @@ def structural_tag(value: Any, param: str) -> str:
         schema = prepare_schema(tag.schema) if isinstance(tag.schema, dict) else {}
         parts = (
             _literal(tag.begin.removeprefix(trigger)),
-            f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}",
+            f"%json {json.dumps({**schema, 'x-guidance': json_options})}",
             _literal(tag.end),
         )
         rules.append(f"trigger_{number}[lazy]: TEXT {_literal(trigger)}")

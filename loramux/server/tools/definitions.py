@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from msgspec import structs
 
 from loramux.engine.grammar.checking import check_apart
 from loramux.errors import InvalidRequest
@@ -14,11 +16,12 @@ from loramux.server.structured.check import require_enforceable
 from loramux.server.structured.fields import check_size
 from loramux.server.structured.schema import check_depth, prepare_schema
 from loramux.server.structured.wellformed import check_wellformed
-from loramux.types.grammar import Grammar
+from loramux.types.grammar import Grammar, GrammarOptions
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_NO_PARAMETERS = {"type": "object", "properties": {}}
+_ANY_PARAMETERS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
+"""Keywords by which a schema has its properties elsewhere."""
 
 Mode = Literal["none", "auto", "required"]
 _MODES: Mapping[str, Mode] = {
@@ -34,9 +37,14 @@ class Tool:
     name: str
     parameters: dict[str, Any]
     """The schema of the arguments, as the grammar takes it."""
-    is_lenient: bool
+    options: GrammarOptions
     definition: Mapping[str, Any]
     """The object that the request body has for it."""
+
+    @property
+    def grammar(self) -> Grammar:
+        """The grammar of its arguments."""
+        return Grammar("json_schema", json.dumps(self.parameters), self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,13 @@ class ToolChoice:
     """Tool -> why its schema is enforced in part only."""
 
 
-def read_tools(tools: Sequence[Any] | None, choice: Any) -> ToolChoice | None:
-    """Return the tools and the choice of a body; None if it has none. It may take seconds."""
+def read_tools(
+    tools: Sequence[Any] | None, choice: Any, options: GrammarOptions
+) -> ToolChoice | None:
+    """Return the tools and the choice of a body; None if it has none. It may take seconds.
+
+    `options`: the whitespace of the arguments.
+    """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest(
@@ -65,7 +78,7 @@ def read_tools(tools: Sequence[Any] | None, choice: Any) -> ToolChoice | None:
     if mode == "none":
         return None
     dropped: dict[str, str] = {}
-    found = [_read(tool, number, dropped) for number, tool in enumerate(tools)]
+    found = [_read(tool, number, options, dropped) for number, tool in enumerate(tools)]
     check_size("".join(json.dumps(tool.parameters) for tool in found), "tools")
     names = [tool.name for tool in found]
     if len(set(names)) < len(names):
@@ -137,7 +150,7 @@ def _name(tool: Any) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _read(tool: Any, number: int, dropped: dict[str, str]) -> Tool:
+def _read(tool: Any, number: int, options: GrammarOptions, dropped: dict[str, str]) -> Tool:
     place = f"tools[{number}]"
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         raise _refusal(f"{place} must be of type function.")
@@ -148,37 +161,34 @@ def _read(tool: Any, number: int, dropped: dict[str, str]) -> Tool:
             f"{place}.function.name must have 1 to 64 letters, digits, dots, dashes or underscores."
         )
     given = function.get("parameters")
-    if given is None:
-        given = _NO_PARAMETERS
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise _refusal(f"{place}.function.parameters must be a JSON schema, an object.")
     check_depth(given, "tools")
     check_wellformed(given, f"{place}.function.parameters", "tools")
     if "object" not in given.get("type", "object"):
         raise _refusal(f"{place}.function.parameters.type must be object.")
-    schema = prepare_schema({"type": "object"} | given)
+    # A schema that names no argument is that of a function without arguments.
+    empty: dict[str, Any] = {} if given.keys() & _ANY_PARAMETERS else {"properties": {}}
+    schema = prepare_schema({"type": "object"} | empty | given, closes_objects=True)
+    read = Tool(name, schema, options, tool)
     if function.get("strict") is True:
-        require_enforceable(_grammar(schema), "tools")
-        return Tool(name, schema, False, tool)
-    return _lenient(name, schema, tool, dropped)
+        require_enforceable(read.grammar, "tools")
+        return read
+    return _lenient(read, dropped)
 
 
-def _lenient(
-    name: str, schema: dict[str, Any], tool: Mapping[str, Any], dropped: dict[str, str]
-) -> Tool:
+def _lenient(tool: Tool, dropped: dict[str, str]) -> Tool:
     """Return a tool with as much of its schema as can be enforced."""
-    for tried, is_lenient in ((schema, False), (schema, True)):
+    for options in (tool.options, structs.replace(tool.options, lenient=True)):
+        tried = replace(tool, options=options)
         try:
-            check_apart(_grammar(tried, lenient=is_lenient))
+            check_apart(tried.grammar)
         except ValueError as error:
-            dropped.setdefault(name, str(error).partition("\n")[0])
+            dropped.setdefault(tool.name, str(error).partition("\n")[0])
         else:
-            return Tool(name, tried, is_lenient, tool)
-    return Tool(name, {"type": "object"}, False, tool)
-
-
-def _grammar(schema: dict[str, Any], *, lenient: bool = False) -> Grammar:
-    return Grammar.of_schema(schema, lenient=lenient)
+            return tried
+    return replace(tool, parameters={"type": "object"})
 
 
 def _refusal(message: str) -> InvalidRequest:

@@ -40,8 +40,7 @@ def call_grammar(
         before = texts.rule(tool.name + family.before_arguments)
         after = texts.rule(family.after_call)
         rules.append(f"call_{number}: {before} arguments_{number} {after}")
-        arguments = Grammar.of_schema(tool.parameters, lenient=tool.is_lenient)
-        rules.append(f"arguments_{number}: {_json_rule(arguments)}")
+        rules.append(f"arguments_{number}: {_json_rule(tool.grammar)}")
     calls = f"{texts.rule(family.begin)} calls"
     if choice.mode == "required":
         rules.append(f"start: {calls}")

@@ -9,6 +9,7 @@ from typing import Any
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.structured.check import require_enforceable
+from loramux.server.structured.fields import json_options
 from loramux.server.tools.definitions import ToolChoice, read_tools
 from loramux.server.tools.families import Family, find_family, template_of
 from loramux.server.tools.grammar import call_grammar
@@ -55,7 +56,7 @@ async def plan_tools(
     family = find_family(codec, override)
 
     def work() -> ToolPlan | None:
-        choice = read_tools(body.tools, body.tool_choice)
+        choice = read_tools(body.tools, body.tool_choice, json_options(body))
         if choice is None:
             return None
         content = _content_schema(params) if choice.mode == "auto" else None

@@ -70,6 +70,13 @@ LORAX: Body = lambda name: {  # noqa: E731
     "inputs": "hi",
     "parameters": {"adapter_id": name, "max_new_tokens": 2},
 }
+HOLE: Body = lambda name: {  # noqa: E731
+    "model": name,
+    "prompt": "a",
+    "input_prefix": "a",
+    "input_suffix": "b",
+    "suffix": "b",
+}
 SCORE: Body = lambda name: {"model": name, "text_1": "a", "text_2": "b"}  # noqa: E731
 RERANK: Body = lambda name: {"model": name, "query": "a", "documents": ["b"]}  # noqa: E731
 IMAGE: Body = lambda name: {"prompt": "a fox", "adapters": [name], "n": 2, "seed": 7}  # noqa: E731
@@ -90,6 +97,8 @@ BODIES: Mapping[str, Body] = {
     "POST /v1/completions": TEXT,
     "POST /completion": TEXT,
     "POST /completions": TEXT,
+    "POST /v1/fim/completions": HOLE,
+    "POST /infill": HOLE,
     "POST /invocations": TEXT,
     "POST /tokenize": lambda name: {"model": name, "prompt": "hi"},
     "POST /detokenize": lambda name: {"model": name, "tokens": [104, 105]},

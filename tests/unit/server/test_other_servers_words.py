@@ -181,6 +181,8 @@ CHAT, TEXT, INPUTS = {"messages": MESSAGES}, {"prompt": "x"}, {"inputs": "x"}
 CHECKED: list[tuple[str, dict[str, Any], Any]] = [
     ("/v1/chat/completions", CHAT, wire.ChatRequest),
     ("/v1/completions", TEXT, wire.CompletionRequest),
+    ("/v1/fim/completions", TEXT, wire.FimRequest),
+    ("/infill", {"input_prefix": "x", "input_suffix": "y"}, llamacpp.InfillBody),
     ("/v1/run", {"artifact": "legal", "input": "x"}, wire.RunRequest),
     ("/v1/responses", {"input": "x"}, responses.ResponseBody),
     ("/v1/messages", CHAT | {"max_tokens": 5}, anthropic.MessageBody),

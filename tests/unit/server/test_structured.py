@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import llguidance
 import pytest
 
+from loramux.engine.grammar.library import definition
 from loramux.types.grammar import Grammar, GrammarOptions
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import chat, complete, make_app
@@ -27,6 +29,14 @@ def grammar_of(**fields: Any) -> Grammar:
     text = params_of(**fields).grammar
     assert text is not None
     return Grammar.decode(text)
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether a text follows a grammar, for tokens of a byte each."""
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), definition(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    given = list(text.encode())
+    return bool(matcher.try_consume_tokens(given) == len(given) and matcher.is_accepting())
 
 
 def refusal(**fields: Any) -> dict[str, Any]:
@@ -96,11 +106,52 @@ def test_other_kinds() -> None:
 def test_options_of_whitespace_and_properties() -> None:
     options = {"disable_any_whitespace": True, "disable_additional_properties": True}
     grammar = grammar_of(structured_outputs={"json": SCHEMA, **options})
-    assert not grammar.options.any_whitespace
+    assert grammar.options == GrammarOptions(whitespace="none")
     assert json.loads(grammar.text)["additionalProperties"] is False
     assert grammar_of(guided_json=SCHEMA, guided_whitespace_pattern=" ").options == GrammarOptions(
         whitespace_pattern=" "
     )
+
+
+def test_every_constraint_takes_the_whitespace_of_the_body() -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    free = {"structured_outputs": {"disable_any_whitespace": False}}
+    assert grammar_of(response_format=form, **free).options.whitespace == "any"
+    pattern = {"guided_whitespace_pattern": " {0,3}"}
+    assert grammar_of(response_format=form, **pattern).options.whitespace_pattern == " {0,3}"
+    assert grammar_of(guided_json=SCHEMA, **pattern).options.whitespace_pattern == " {0,3}"
+    tag = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+    lark = f"start: %json {json.dumps(SCHEMA)} // %json {{}}"
+    for fields in ({"structured_outputs": {"structural_tag": tag}}, {"guided_grammar": lark}):
+        fields |= pattern
+        text = grammar_of(**fields).text
+        assert '"whitespace_pattern": " {0,3}"' in text and text.count("x-guidance") == 1
+    assert "one constraint is needed" in refusal(**free)["message"].lower()
+
+
+SPACED = (
+    '{"a":1}',
+    '{ "a": 1 }',
+    '{\n"a"\n:\n1\n}',
+)
+LOOSE = ('{  "a":1}', '{\n  "a": 1\n}', '{"a":\t1}', '{"a":1' + " " * 64 + "}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"response_format": {"type": "json_object"}},
+        {"guided_json": SCHEMA},
+        {"guided_grammar": f"start: %json {json.dumps(SCHEMA)}"},
+    ],
+)
+def test_json_is_compact_unless_a_field_allows_more_whitespace(fields: dict[str, Any]) -> None:
+    compact, free = grammar_of(**fields), None
+    assert all(accepts(compact, text) for text in SPACED)
+    assert not any(accepts(compact, text) for text in LOOSE)
+    free = grammar_of(**fields, guided_whitespace_pattern=r"[ \t\n]{0,64}")
+    assert all(accepts(free, text) for text in (*SPACED, *LOOSE))
 
 
 def test_a_format_that_is_an_annotation_is_dropped_and_a_property_of_that_name_is_not() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from loramux.types.grammar import Grammar
+from loramux.types.grammar import Grammar, GrammarOptions
 from loramux.types.request import FinishReason
 from tests.unit.server.asgi_client import make_app, post
 from tests.unit.server.scripted_backend import ScriptedBackend
@@ -20,6 +20,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 PARAMETERS = WEATHER["function"]["parameters"]  # type: ignore[index]
 CITY = {"city": "Rome"}
 THOUGHT = "<think>\nHm\n</think>\n\n"
+FREE: dict[str, Any] = {"guided_whitespace_pattern": " {0,9}"}
 TOOLS: dict[str, Any] = {
     "/v1/messages": {
         "messages": MESSAGES,
@@ -46,8 +47,8 @@ def ollama(form: Any) -> dict[str, Any]:
     return {"model": "legal", "prompt": "hi", "stream": False, "format": form}
 
 
-def grammar_of(path: str, body: dict[str, Any]) -> Grammar:
-    backend = ScriptedBackend()
+def grammar_of(path: str, body: dict[str, Any], backend: ScriptedBackend | None = None) -> Grammar:
+    backend = backend or ScriptedBackend()
     response = post(make_app(backend), path, body)
     assert response.status_code == 200, response.text
     grammar = backend.requests[0].params.grammar
@@ -73,6 +74,7 @@ def grammar_of(path: str, body: dict[str, Any]) -> Grammar:
 )  # fmt: skip
 def test_schemas(path: str, body: dict[str, Any]) -> None:
     found = grammar_of(path, body)
+    assert found.options == GrammarOptions()
     schema = json.loads(found.text)
     assert found.kind == "json_schema"
     assert schema["properties"] == SCHEMA["properties"]
@@ -89,6 +91,27 @@ def test_schemas(path: str, body: dict[str, Any]) -> None:
 )
 def test_any_object(path: str, body: dict[str, Any]) -> None:
     assert json.loads(grammar_of(path, body).text) == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", lorax(grammar={"type": "json", "value": SCHEMA}, **FREE)),
+        ("/generate", sglang(json_schema=json.dumps(SCHEMA), **FREE)),
+        ("/completion", {"prompt": "hi", "json_schema": SCHEMA, **FREE}),
+        ("/api/generate", ollama(SCHEMA) | FREE),
+        ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_object"}}, **FREE}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9, "output_config": {
+            "format": {"type": "json_schema", "schema": SCHEMA}}, **FREE}),
+    ],
+)  # fmt: skip
+def test_a_field_allows_more_whitespace(path: str, body: dict[str, Any]) -> None:
+    assert grammar_of(path, body).options == GrammarOptions(whitespace_pattern=" {0,9}")
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_field_allows_more_whitespace_in_arguments(path: str) -> None:
+    assert " {0,9}" in grammar_of(path, TOOLS[path] | FREE, backend_saying("x")).text
 
 
 def test_regular_expressions_and_grammars() -> None:

@@ -30,7 +30,7 @@ from loramux.server.tools.families import (
 )
 from loramux.server.tools.grammar import call_grammar
 from loramux.server.tools.parser import Arguments, CallBegin, CallParser, Text
-from loramux.types.grammar import Grammar
+from loramux.types.grammar import Grammar, GrammarOptions
 from tests.tokenizer_factory import save_byte_level
 
 EOS = 2
@@ -112,7 +112,7 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def grammar_of(
     family: Family, codec: Codec, choice: Any = "auto", *, is_parallel: bool = True, **more: Any
 ) -> Grammar:
-    found = read_tools(TOOLS, choice)
+    found = read_tools(TOOLS, choice, GrammarOptions())
     assert found is not None and not found.dropped
     return call_grammar(family, found, codec.tokenizer, is_parallel=is_parallel, **more)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -147,6 +148,29 @@ def test_choices_of_tools() -> None:
 
 def tool(name: str = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
+
+
+def test_arguments_are_those_that_the_schema_names() -> None:
+    point = {"properties": {"x": {"type": "integer"}}}
+    tools = [
+        tool("plain", parameters={"type": "object", "properties": {"p": point}}),
+        tool("empty", parameters={"type": "object"}),
+        tool("absent"),
+        tool("open", parameters={**point, "additionalProperties": {"type": "integer"}}),
+    ]
+    backend = backend_saying("x")
+    free = {"structured_outputs": {"disable_any_whitespace": True}}
+    assert chat(make_app(backend), tools=tools, **free).status_code == 200
+    text = backend.requests[0].params.grammar
+    assert text is not None
+    rules = re.findall(r"arguments_\d: %json (.*)", Grammar.decode(text).text)
+    plain, empty, absent, free_keys = map(json.loads, rules)
+    assert plain["additionalProperties"] is False
+    assert plain["properties"]["p"]["additionalProperties"] is False
+    for schema in (empty, absent):
+        assert schema["properties"] == {} and schema["additionalProperties"] is False
+    assert free_keys["additionalProperties"] == {"type": "integer"}
+    assert plain["x-guidance"] == {"whitespace_flexible": False}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""POST /v1/fim/completions: the text between two others, in Mistral's form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.fim import Filler, FillPrompt
+from loramux.server.generation import Generation, RouteKind, collect, open_generation, run
+from loramux.server.openapi import generating
+from loramux.server.prompts import off_loop
+from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.requests import read_generation_body, resolve_request
+from loramux.server.routes.openai import chat_events, complete_chat
+from loramux.server.sampling import Logprobs
+from loramux.server.selection import ModelReference, combination_of
+from loramux.server.streaming import stream_events, until_gone
+from loramux.server.wire import ChatCompletion, FimRequest
+
+FIM = RouteKind(id_prefix="fim", prompt_param="prompt", default_max_tokens=None)
+
+
+def fim_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["Mistral"])
+
+    @router.post("/v1/fim/completions", **generating(FimRequest, ChatCompletion))
+    async def fill_hole(request: Request) -> Response:
+        """Generates the text between two others, complete or as a stream of chunks."""
+        with receipt_draft(context.receipts, context.base_identity, request) as draft:
+            generation = await _open_fim(context, request, draft)
+        codec, deltas = generation.request.codec, run(context, generation)
+        if generation.request.stream:
+            return await stream_events(request, chat_events(generation, deltas, codec))
+        choices, usage = await until_gone(request, collect(generation, deltas))
+        return json_response(complete_chat(generation, choices, usage, codec))
+
+    return router
+
+
+async def _open_fim(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
+    body, raw = await read_generation_body(context, http, FimRequest)
+    if body.seed is None:
+        body.seed = body.random_seed
+    reference = ModelReference(
+        body.model, body.adapters, body.adapter_weights, combination=combination_of(body)
+    )
+    draft.asked = str(reference) or None
+    request = await resolve_request(
+        context, http, draft, body, FIM, raw=raw, reference=reference, logprobs=Logprobs()
+    )
+    filler = Filler(request.codec)
+    hole = FillPrompt(body.prompt, body.suffix or "")
+    max_model_len = context.backend.card.max_model_len
+    token_ids = await off_loop(len(raw), lambda: filler.encode(hole, max_model_len=max_model_len))
+    request = replace(request, params=filler.end(request.params), prompts=(tuple(token_ids),))
+    return open_generation(context, http, request, draft)
