@@ -2,9 +2,10 @@
 
     python -m benchmarks.compact_json [--schemas 500] [--whitespace compact] [--seed 0]
 
-Random schemas, whose values are bounded, are asked of the demo model and its adapters at temperature
-0 and 1. max_tokens is twice the tokens of the longest compact value of the schema. Each answer that
-ends with `length` is asked again without any whitespace: if that one ends, whitespace was the cause.
+Random schemas, whose values are bounded, are asked of the demo model and its adapters at
+temperatures 0 and 1. max_tokens is twice the tokens of the longest compact value of the schema. Each
+answer that ends with `length` is asked again without any whitespace: if that one ends, whitespace
+was the cause.
 """
 
 from __future__ import annotations
@@ -138,7 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draw = random.Random(options.seed)
     llm = LLM()
     asker = Asker(llm, [random_schema(draw) for _ in range(options.schemas)], options.seed)
-    adapters = [LoRARequest.of(path) for path in sorted(ADAPTERS.iterdir()) if path.is_dir()]
+    adapters = [
+        LoRARequest(path.name, number, str(path))
+        for number, path in enumerate(sorted(ADAPTERS.iterdir()), 1)
+        if path.is_dir()
+    ]
     total: Counter[str] = Counter()
     for lora in [None, *adapters]:
         for temperature in TEMPERATURES:

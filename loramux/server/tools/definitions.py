@@ -19,6 +19,7 @@ from loramux.server.structured.wellformed import check_wellformed
 from loramux.types.grammar import Grammar, GrammarOptions
 
 MAX_TOOLS = 512
+COMPACT = GrammarOptions()
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _ANY_PARAMETERS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
 """Keywords by which a schema has its properties elsewhere."""
@@ -60,7 +61,7 @@ class ToolChoice:
 
 
 def read_tools(
-    tools: Sequence[Any] | None, choice: Any, options: GrammarOptions
+    tools: Sequence[Any] | None, choice: Any, options: GrammarOptions = COMPACT
 ) -> ToolChoice | None:
     """Return the tools and the choice of a body; None if it has none. It may take seconds.
 
