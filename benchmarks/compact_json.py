@@ -3,7 +3,7 @@
     python -m benchmarks.compact_json [--schemas 500] [--whitespace compact] [--seed 0]
 
 Random schemas, whose values are bounded, are asked of the demo model and its adapters at
-temperatures 0 and 1. max_tokens is twice the tokens of the longest compact value of the schema. Each
+temperatures 0 and 1. max_tokens is twice the tokens of the longest compact value. Each
 answer that ends with `length` is asked again without any whitespace: if that one ends, whitespace
 was the cause.
 """
