@@ -48,6 +48,7 @@ REFUSALS = (429, 502, 503, 504)
 # A change that was refused may be there for a moment, until its servers have undone it.
 GRACE_S = 60.0
 SETTLE_S = 240.0
+FOLLOW_S = 5.0
 LIES: tuple[dict[str, Any], ...] = (
     {"step_s": 0.0, "token_s": 0.0, "tier_s": [0.0] * 6, "open": 0, "waiting_tokens": 0},
     {"tier_s": [0.1, 0.1]},
@@ -240,10 +241,10 @@ class Storm:
 
     async def _revoke(self) -> None:
         is_admin = self.rng.random() < 0.5
-        old = self.keys[is_admin]
-        self.keys[is_admin] = self.fleet.new_key(is_admin=is_admin)
+        old, new = self.keys[is_admin], self.fleet.new_key(is_admin=is_admin)
         # Servers follow the registry within a second or two.
-        await asyncio.sleep(3)
+        await asyncio.sleep(FOLLOW_S)
+        self.keys[is_admin] = new
         self.fleet.registry.access.revoke_key(old.record.key_id)
         self.revoked_at[old.text] = time.monotonic()
 
@@ -274,6 +275,9 @@ class Storm:
             if began > self.fleet.up_since[url]:
                 self._wrong(f"{name}: cut by a router that was up: {error!r}")
             self.report.outcomes["cut by a killed router"] += 1
+            return
+        if answer.status_code == 401 and key in self.revoked_at:
+            self.report.outcomes["revoked meanwhile"] += 1
             return
         self._judge(name, answer, content, is_stream=bool(body["stream"]), began=began)
 
@@ -452,7 +456,7 @@ async def running_storm(folder: Path, seed: int) -> AsyncIterator[Storm]:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.2)
             # Servers follow the keys of the registry.
-            await asyncio.sleep(3)
+            await asyncio.sleep(FOLLOW_S)
             yield storm
     finally:
         for running in (*routers, *replicas):
