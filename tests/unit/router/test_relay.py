@@ -341,17 +341,18 @@ def test_a_replica_that_fails_quickly_is_ejected() -> None:
     async def work() -> None:
         replicas = [FakeReplica(str(i)) for i in range(3)]
         async with running_router(*replicas) as app:
-            replicas[0].script = answering(500)
+            bad = first_for(app, replicas, "base")[0]
+            bad.script = answering(500)
             statuses = [(await ask(app, body={"model": "base"})).status for _ in range(100)]
             assert 1 <= statuses.count(500) <= 6
             (ejected,) = [r for r in app.fleet.replicas.values() if r.conduct.ejected_until]
-            assert ejected.url == replicas[0].url
+            assert ejected.url == bad.url
             # When its time has passed, one request at a time probes it.
-            replicas[0].script = say_name
+            bad.script = say_name
             ejected.conduct.ejected_until = 1e-9
             for _ in range(50):
                 assert (await ask(app, body={"model": "base"})).status == 200
-            assert ejected.conduct.ejected_until == 0 and len(replicas[0].requests) > 6
+            assert ejected.conduct.ejected_until == 0 and len(bad.requests) > 6
 
     run(work())
 
