@@ -48,9 +48,9 @@ class TransformersBase:
         if name == FINAL_NORM:
             assert layer == MODEL_LEVEL
             return self.model.model.norm
-        before_mlp = "pre_feedforward" if self.info.sandwich_norms else "post_attention"
-        prefix = {ATTENTION_NORM: "input", MLP_NORM: before_mlp}[name]
-        return getattr(self.model.model.layers[layer], f"{prefix}_layernorm")
+        names = self.info.norm_names
+        path = {ATTENTION_NORM: names.attention, MLP_NORM: names.mlp}[name]
+        return getattr(self.model.model.layers[layer], path)
 
     def norm(self, layer: int, name: str) -> Tensor:
         return self.norm_module(layer, name).weight.detach() + self.info.norm_plus_one

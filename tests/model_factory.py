@@ -86,6 +86,71 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3": ("Phi3Config", {}),
+    "phi4_mini": (
+        "Phi3Config",
+        {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1 + i / 9 for i in range(6)],
+                "long_factor": [2.0 + i for i in range(6)],
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.25,
+            },
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0156,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2Config", {}),
+    "glm4": (
+        "Glm4Config",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "ministral": (
+        "MinistralConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
 }
 # These differ in the ops of a layer: biases, windows, head norms, sandwich norms, softcaps.
 OP_FAMILIES = ("llama31", "qwen2", "qwen3", "gemma2", "gemma3")
@@ -96,6 +161,13 @@ MODEL_CLASSES = {
     "Qwen3Config": "Qwen3ForCausalLM",
     "Gemma2Config": "Gemma2ForCausalLM",
     "Gemma3TextConfig": "Gemma3ForCausalLM",
+    "Phi3Config": "Phi3ForCausalLM",
+    "GraniteConfig": "GraniteForCausalLM",
+    "SmolLM3Config": "SmolLM3ForCausalLM",
+    "Olmo2Config": "Olmo2ForCausalLM",
+    "Glm4Config": "Glm4ForCausalLM",
+    "MinistralConfig": "MinistralForCausalLM",
+    "Ministral3Config": "Ministral3ForCausalLM",
 }
 
 
@@ -131,6 +203,75 @@ def tiny_transformers_model(family: str, seed: int = 0, **overrides: Any) -> Any
         is_norm = "norm" in name
         parameter.data = 1.0 + 0.2 * noise if is_norm else 0.15 * noise
     model.tie_weights()
+    return model.eval()
+
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [2, 3, 3],
+    }
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Family -> (prefix of the transformers classes, text settings, vision settings).
+VISION_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", _TEXT | _MROPE, _QWEN_VISION),
+    "qwen3_vl": (
+        "Qwen3VL",
+        _TEXT | {"head_dim": 16} | _MROPE,
+        _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
+    "gemma3_vl": (
+        "Gemma3",
+        _TEXT | {"head_dim": 16, "sliding_window": SLIDING_WINDOW},
+        _SIGLIP,
+    ),
+    "mistral3_vl": (
+        "Mistral3",
+        _TEXT | {"head_dim": 16, "model_type": "mistral", "sliding_window": None},
+        _SIGLIP | {"model_type": "pixtral", "head_dim": 16},
+    ),
+}
+
+
+def tiny_vision_model(family: str, seed: int = 0) -> Any:
+    """Make a vision model whose text part and image encoder are random."""
+    prefix, text, vision = VISION_FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=False
+    )
+    config.get_text_config().tie_word_embeddings = False
+    model_class = getattr(transformers, f"{prefix}ForConditionalGeneration")
+    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1.0 + 0.2 * noise if "norm" in name else 0.15 * noise
     return model.eval()
 
 

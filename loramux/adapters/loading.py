@@ -23,6 +23,7 @@ from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.tokenizer_files import digest_of_files, digest_tokenizer_files
 from loramux.adapters.peft.weights import WeightsReading
+from loramux.adapters.row_order import in_engine_order
 from loramux.adapters.values import RankMaxima
 from loramux.adapters.workers import CALLING_THREAD, Workers
 from loramux.errors import AdapterRefused
@@ -86,6 +87,8 @@ class FolderLoader:
     def __init__(self, rules: AdapterRules, workers: Workers = CALLING_THREAD) -> None:
         """`workers`: read and pack parts of an adapter while the calling thread hashes it."""
         self._packing = rules.packing
+        self._base = rules.base
+        self._reorders = any(projection.row_map for projection in rules.base.projections)
         self._base_weights = rules.base_weights
         self._max_bytes = rules.max_bytes
         self._workers = workers
@@ -125,9 +128,10 @@ class FolderLoader:
             self._check_size(layout)
             prepared = self._workers.start(partial(_prepare, self._packing, layout))
             with weights.reading(self._workers) as reading:
-                if not found.contents.are_views:
+                if self._reorders or not found.contents.are_views:
                     reading.wait()
                 made = make_parts(found, reading.tensors(), self._base_weights)
+                made = in_engine_order(made, self._base)
                 _check_complete(made, layout)
                 parts = self._start_packing(made, reading, prepared)
                 digest = reading.digest()

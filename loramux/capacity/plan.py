@@ -14,16 +14,17 @@ from msgspec import UNSET, Struct, UnsetType
 
 from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.errors import InvalidRequest, suggest
-from loramux.types.model import FUSED_LINEARS, BaseModelInfo, PackingKind
+from loramux.types.model import PROJECTION_PLACES, BaseModelInfo, PackingKind
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-PROJECTIONS = tuple(name for names in FUSED_LINEARS.values() for name in names)
+PROJECTIONS = tuple(PROJECTION_PLACES)
+_ATTENTION = ("qkv", "o")
 TARGET_GROUPS: dict[str, tuple[str, ...]] = {
     "all": PROJECTIONS,
     "all-linear": PROJECTIONS,
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "attention": tuple(n for n, (linear, _) in PROJECTION_PLACES.items() if linear in _ATTENTION),
+    "mlp": tuple(n for n, (linear, _) in PROJECTION_PLACES.items() if linear not in _ATTENTION),
     **{name.removesuffix("_proj"): (name,) for name in PROJECTIONS},
     **{name: (name,) for name in PROJECTIONS},
 }

@@ -71,7 +71,7 @@ def load_base(
         device=config.device,
         progress=progress,
         before_reading=partial(_augment, config=config) if is_on_gpu else None,
-        in_background=is_on_gpu,
+        max_model_len=config.max_model_len,
     )
     packs = config.pack_weights and not config.is_gpu and not config.wants_device_kernels
     if packs and not config.wants_reference_kernels:

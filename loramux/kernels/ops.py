@@ -208,12 +208,15 @@ class ElementwiseOps(Protocol):
     """The ops between a decoder's GEMMs, computed in float32."""
 
     def rotation(
-        self, positions: Tensor, frequencies: Tensor, signs: Tensor, factor: float
+        self, positions: Tensor, frequencies: Tensor, signs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """cos * factor and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
+        """cos * |signs| and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
 
         positions [rows] int32   frequencies, signs [head_dim] float32
         """
+
+    def norm_columns(self, x: Tensor, norm: Norm) -> None:
+        """Norms each row of x [rows, size] in place; rows may be strided."""
 
     def rotate_write(self, qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
         """Rotates queries in place and returns them; writes rotated keys and values to pages.
@@ -222,9 +225,11 @@ class ElementwiseOps(Protocol):
         """
 
     def add_norm(
-        self, x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None
+        self, x: Tensor | None, residual: Tensor, norm: Norm | None, after: Norm | None = None
     ) -> Tensor:
         """residual += x, in place; returns norm(residual). With `after`, x is normed first.
+
+        Without a norm it returns the residual itself.
 
         x, residual [rows, hidden]
         x may be a split-K GEMM's partial sums, float32 [splits, rows, hidden]: they are reduced
@@ -502,6 +507,9 @@ class JitElementwiseOps(ElementwiseOps, Protocol):
         out: Array,
     ) -> None:
         """`add_norm`, written to `out`; with a second norm, x is overwritten."""
+
+    def norm_add_into(self, x: Array, residual: Array, after: NormArrays | None) -> None:
+        """residual += after(x); x is overwritten."""
 
     def rotate_write_into(
         self,

@@ -14,11 +14,12 @@ from loramux.adapters.packed.extras import MODEL_LEVEL, ExtraKey, ExtraKind, Row
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.extras import tables as names
 from loramux.kernels.gpu.extras.tables import (
+    MATRICES_PER_LAYER,
+    MATRIX_OF,
     MATRIX_WORDS,
     MAX_HEAD_RANK,
     NO_VECTOR,
     NUM_MODEL_MATRICES,
-    PROJECTIONS,
     VECTOR_WORDS,
     VECTORS_PER_LAYER,
     Entries,
@@ -32,7 +33,7 @@ from loramux.kernels.gpu.lora.work_list import (
 )
 from loramux.kernels.gpu.transfer import send
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FUSED_LINEARS
+from loramux.types.model import LINEARS
 from loramux.types.request import Selection
 
 MAX_ADAPTERS = 1024
@@ -41,7 +42,7 @@ MAX_ADAPTERS = 1024
 _WORDS_PER_PAGE = 4
 _TOKEN_WORDS = 2**20
 
-_VECTORS = {name: number for number, name in enumerate(FUSED_LINEARS)} | {
+_VECTORS = {name: number for number, name in enumerate(LINEARS)} | {
     parts.ATTENTION_NORM: names.ATTENTION_NORM,
     parts.MLP_NORM: names.MLP_NORM,
 }
@@ -101,7 +102,7 @@ class DeviceExtras:
         self._num_layers = num_layers
         self._vocab_size = vocab_size
         num_vectors = num_layers * VECTORS_PER_LAYER + 1
-        num_matrices = num_layers * len(PROJECTIONS) + NUM_MODEL_MATRICES
+        num_matrices = num_layers * MATRICES_PER_LAYER + NUM_MODEL_MATRICES
         num_words = _WORDS_PER_PAGE * num_pages + _TOKEN_WORDS
         self._ranges = RankBlockDirectory(max_slots=max_adapters, max_blocks=num_words)
         self.vectors = torch.full(
@@ -206,8 +207,8 @@ class DeviceExtras:
 
     def _matrix(self, layer: int, module: str, kind: ExtraKind) -> int:
         if layer == MODEL_LEVEL:
-            return self._num_layers * len(PROJECTIONS) + _MODEL_MATRICES[module, kind]
-        return layer * len(PROJECTIONS) + PROJECTIONS.index(module)
+            return self._num_layers * MATRICES_PER_LAYER + _MODEL_MATRICES[module, kind]
+        return layer * MATRICES_PER_LAYER + MATRIX_OF[module]
 
     def _describe(self, slot: int, places: Mapping[ExtraKey, RowsPlace]) -> _Resident:
         uses = ExtrasUse.NONE

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from loramux.kernels.gpu.extras.tables import (
     ATTENTION_NORM,
+    MATRICES_PER_LAYER,
+    MATRICES_PER_LINEAR,
     MLP_NORM,
-    PROJECTIONS,
     VECTORS_PER_LAYER,
     ExtrasLimits,
     ExtrasTables,
@@ -23,10 +24,9 @@ from loramux.kernels.gpu.extras.tables import (
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import ExtrasOps
 from loramux.lora.device_extras import DeviceExtras, ExtrasUse
-from loramux.types.model import FUSED_LINEARS, FusedLinear
+from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 
-_FIRST_PROJECTIONS = [PROJECTIONS.index(names[0]) for names in FUSED_LINEARS.values()]
 DECODE_TILE_ROWS = 16
 PREFILL_TILE_ROWS = 64
 # Adapters of a sum, before steps run without a graph.
@@ -62,7 +62,7 @@ class ExtrasStep:
         `bias` is the base's.
         """
         if ExtrasUse.WEIGHTS in self.uses:
-            first = layer * len(PROJECTIONS) + _FIRST_PROJECTIONS[site]
+            first = layer * MATRICES_PER_LAYER + site * MATRICES_PER_LINEAR
             linear = ReplacedOutputs(first, self.sites[site].out_features, bias)
             self.kernels.replace_outputs(self.tables, y, x, linear)
         if ExtrasUse.LINEARS in self.uses:

@@ -1,17 +1,37 @@
-"""Model families as data: how a config.json becomes the config of the one decoder."""
+"""Parse config.json into the config of the one decoder, by the data of the model's family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from loramux.errors import UnsupportedModel
-from loramux.models.rope import RopeConfig, parse_layer_type_rope, parse_rope
-from loramux.types.model import BaseModelInfo, Projection
+from loramux.models.families import (
+    ARCHITECTURES,
+    COMMON_DEFAULTS,
+    FULL,
+    SLIDING,
+    Architecture,
+    HeadNormScope,
+)
+from loramux.models.rope import (
+    NO_ROPE,
+    RopeConfig,
+    head_order,
+    parse_layer_type_rope,
+    parse_rope,
+)
+from loramux.models.text_config import TEXT_PARTS, is_vision_model, text_config
+from loramux.types.model import (
+    TEXT_PREFIX,
+    BaseModelInfo,
+    NormNames,
+    Projection,
+    RowMap,
+)
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED_KEYS = (
     "vocab_size",
@@ -46,9 +66,10 @@ class DecoderConfig:
     head_dim: int
     max_position: int
     rms_norm_eps: float
-    rope: RopeConfig
-    rope_local: RopeConfig | None
-    """Rope of the sliding-window layers, if it differs from that of the full-attention ones."""
+    ropes: tuple[RopeConfig, ...]
+    """The rotary embeddings of the model, one or two."""
+    layer_ropes: tuple[int, ...]
+    """Per layer: its index in `ropes`."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: positions that a query attends to, itself included; None for all."""
     activation: str
@@ -56,19 +77,27 @@ class DecoderConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    """Query and key heads are normed before the rotation."""
+    has_fused_qkv: bool
+    """The checkpoint has queries, keys and values as one projection."""
+    has_fused_gate_up: bool
+    qk_norm: HeadNormScope | None
+    """Norm of queries and keys before the rotation."""
     norm_plus_one: bool
     """The checkpoint stores norm weights minus one."""
-    sandwich_norms: bool
-    """The outputs of attention and MLP are normed as well as their inputs."""
+    norm_names: NormNames
     embed_scale: float
+    rounds_embed_scale: bool
+    """The scale is rounded to the dtype of the weights, as in training."""
+    logit_scale: float
+    """Multiplies the normed hidden state before the output head."""
     query_scale: float
     """Multiplies the attention scores."""
     attn_logit_softcap: float | None
     final_logit_softcap: float | None
     num_labels: int = 0
     """Outputs of the classification head, which is then the output head; 0: it has none."""
+    is_vision_model: bool = False
+    """The checkpoint has an image encoder, whose tensors are not read."""
 
     @property
     def head_size(self) -> int:
@@ -83,136 +112,31 @@ class DecoderConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """The options of a family. A string in place of a bool names the config key to read."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the keys that config.json may omit."""
-    layer_types: Callable[[Mapping[str, Any]], list[str]]
-    activation_key: str = "hidden_act"
-    qkv_bias: bool | str = "attention_bias"
-    o_bias: bool | str = "attention_bias"
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    norm_plus_one: bool = False
-    sandwich_norms: bool = False
-    scales_embeddings: bool = False
-    query_scale_key: str | None = None
-    """Config key whose value to the power -1/2 scales the scores; None for head_dim."""
-    attn_softcap_key: str | None = None
-    final_softcap_key: str | None = None
-    local_rope: bool = False
+    @property
+    def has_wide_norm(self) -> bool:
+        """Whether queries and keys are normed over all heads of a token."""
+        return self.qk_norm is HeadNormScope.PROJECTION
 
 
-def all_full(config: Mapping[str, Any]) -> list[str]:
-    return [FULL] * config["num_hidden_layers"]
-
-
-def all_sliding(config: Mapping[str, Any]) -> list[str]:
-    return [SLIDING] * config["num_hidden_layers"]
-
-
-def sliding_if_enabled(config: Mapping[str, Any]) -> list[str]:
-    if not config["use_sliding_window"]:
-        return all_full(config)
-    given = config.get("layer_types")
-    first = config["max_window_layers"]
-    return given or [SLIDING if i >= first else FULL for i in range(config["num_hidden_layers"])]
-
-
-def sliding_by_pattern(config: Mapping[str, Any]) -> list[str]:
-    """Sliding windows, with full attention in every n-th layer."""
-    given = config.get("layer_types")
-    every = config["sliding_window_pattern"]
-    return given or [
-        FULL if (i + 1) % every == 0 else SLIDING for i in range(config["num_hidden_layers"])
-    ]
-
-
-COMMON_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-}
-GEMMA_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-}
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(
-        defaults={"max_position_embeddings": 2048}, layer_types=all_full, mlp_bias="mlp_bias"
-    ),
-    "MistralForCausalLM": Architecture(
-        defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8},
-        layer_types=all_sliding,
-        qkv_bias=False,
-        o_bias=False,
-    ),
-    "Qwen2ForCausalLM": Architecture(
-        defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32},
-        layer_types=sliding_if_enabled,
-        qkv_bias=True,
-        o_bias=False,
-    ),
-    "Qwen3ForCausalLM": Architecture(
-        defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
-        layer_types=sliding_if_enabled,
-        qk_norm=True,
-    ),
-    "Gemma2ForCausalLM": Architecture(
-        defaults=GEMMA_DEFAULTS
-        | {
-            "max_position_embeddings": 8192,
-            "sliding_window_pattern": 2,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        layer_types=sliding_by_pattern,
-        activation_key="hidden_activation",
-        norm_plus_one=True,
-        sandwich_norms=True,
-        scales_embeddings=True,
-        query_scale_key="query_pre_attn_scalar",
-        attn_softcap_key="attn_logit_softcapping",
-        final_softcap_key="final_logit_softcapping",
-    ),
-    "Gemma3ForCausalLM": Architecture(
-        defaults=GEMMA_DEFAULTS | {"max_position_embeddings": 131_072, "sliding_window_pattern": 6},
-        layer_types=sliding_by_pattern,
-        activation_key="hidden_activation",
-        qk_norm=True,
-        norm_plus_one=True,
-        sandwich_norms=True,
-        scales_embeddings=True,
-        query_scale_key="query_pre_attn_scalar",
-        final_softcap_key="final_logit_softcapping",
-        local_rope=True,
-    ),
-}
-
-
+# transformers names the text part of a vision model in one of these ways.
+VISION_PREFIXES = (TEXT_PREFIX, "model.language_model.", "language_model.model.")
 _CAUSAL, _LABELS, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 HEADS = {_CAUSAL: HeadKind.TOKENS, _LABELS: HeadKind.LABELS, _BARE: HeadKind.NONE}
 DEFAULT_LABELS = ("LABEL_0", "LABEL_1")
 
 
-def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
-    """Parse a config.json written by transformers 4 or 5."""
-    name = architecture_name(hf_config)
-    kind = head_kind(hf_config)
+def parse_config(
+    hf_config: Mapping[str, Any], *, max_model_len: int | None = None
+) -> DecoderConfig:
+    """Parse a config.json written by transformers 4 or 5.
+
+    max_model_len: the context that is served, which decides between the two lists of longrope;
+    None for the longest
+    """
+    text = text_config(hf_config)
+    name, kind = architecture_name(text), head_kind(text)
     spec = ARCHITECTURES[name]
-    config = {**COMMON_DEFAULTS, **spec.defaults, **hf_config}
+    config = {**COMMON_DEFAULTS, **spec.defaults, **text}
     refuse_unsupported(config)
     num_heads = int(config["num_attention_heads"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -222,8 +146,11 @@ def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
             f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads in config.json: "
             "heads must divide evenly and have an even size."
         )
-    query_scale_from = config[spec.query_scale_key] if spec.query_scale_key else head_dim
-    rope, rope_local = parse_ropes(config, spec)
+    max_position = longest_context(config, spec)
+    ropes, layer_ropes = parse_ropes(config, spec, min(max_model_len or max_position, max_position))
+    # Residual streams that differ by a factor have the same norms: the factor of what a layer adds
+    # moves to the embedding and to epsilon.
+    added = float(config.get("residual_multiplier", 1.0)) if spec.has_multipliers else 1.0
     return DecoderConfig(
         architecture=name,
         vocab_size=int(config["vocab_size"]),
@@ -233,25 +160,50 @@ def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=int(config["max_position_embeddings"]),
-        rms_norm_eps=float(config["rms_norm_eps"]),
-        rope=rope,
-        rope_local=rope_local,
+        max_position=max_position,
+        rms_norm_eps=float(config["rms_norm_eps"]) / added**2,
+        ropes=ropes,
+        layer_ropes=layer_ropes,
         sliding_windows=sliding_windows(config, spec),
         activation=activation(config, spec),
         tie_embeddings=ties_embeddings(config, kind),
         qkv_bias=flag(config, spec.qkv_bias),
         o_bias=flag(config, spec.o_bias),
         mlp_bias=flag(config, spec.mlp_bias),
+        has_fused_qkv=spec.has_fused_qkv,
+        has_fused_gate_up=spec.has_fused_gate_up,
         qk_norm=spec.qk_norm,
         norm_plus_one=spec.norm_plus_one,
-        sandwich_norms=spec.sandwich_norms,
-        embed_scale=config["hidden_size"] ** 0.5 if spec.scales_embeddings else 1.0,
-        query_scale=query_scale_from**-0.5,
+        norm_names=spec.norm_names,
+        embed_scale=embed_scale(config, spec) / added,
+        rounds_embed_scale=spec.scales_embeddings,
+        logit_scale=1 / config.get("logits_scaling", 1.0) if spec.has_multipliers else 1.0,
+        query_scale=query_scale(config, spec, head_dim),
         attn_logit_softcap=config.get(spec.attn_softcap_key) if spec.attn_softcap_key else None,
         final_logit_softcap=final_softcap(config, spec, kind),
         num_labels=len(labels_of(config)) if kind is HeadKind.LABELS else 0,
+        is_vision_model=is_vision_model(hf_config),
     )
+
+
+def longest_context(config: Mapping[str, Any], spec: Architecture) -> int:
+    settings = config.get("rope_parameters") or {}
+    if spec.has_rope_scale_of_queries and settings.get("llama_4_scaling_beta"):
+        return int(settings["original_max_position_embeddings"])
+    return int(config["max_position_embeddings"])
+
+
+def embed_scale(config: Mapping[str, Any], spec: Architecture) -> float:
+    if spec.has_multipliers:
+        return float(config.get("embedding_multiplier", 1.0))
+    return float(config["hidden_size"] ** 0.5) if spec.scales_embeddings else 1.0
+
+
+def query_scale(config: Mapping[str, Any], spec: Architecture, head_dim: int) -> float:
+    if spec.has_multipliers:
+        return float(config.get("attention_multiplier", 1.0))
+    size = config[spec.query_scale_key] if spec.query_scale_key else head_dim
+    return float(size**-0.5)
 
 
 def ties_embeddings(config: Mapping[str, Any], kind: HeadKind) -> bool:
@@ -277,7 +229,7 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def head_kind(hf_config: Mapping[str, Any]) -> HeadKind:
     """Return what the model named first among `architectures` computes."""
-    name = _known_names(hf_config)[0]
+    name = _known_names(text_config(hf_config))[0]
     return next(kind for suffix, kind in HEADS.items() if name.endswith(suffix))
 
 
@@ -303,7 +255,7 @@ def architecture_name(hf_config: Mapping[str, Any]) -> str:
     if not known:
         raise UnsupportedModel(
             f"Architecture {', '.join(names) or '(none in config.json)'} is not supported; "
-            f"valid values: {', '.join(ARCHITECTURES)}."
+            f"valid values: {', '.join([*ARCHITECTURES, *TEXT_PARTS])}."
         )
     return str(known[0])
 
@@ -323,15 +275,20 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def parse_ropes(
-    config: Mapping[str, Any], spec: Architecture
-) -> tuple[RopeConfig, RopeConfig | None]:
+    config: Mapping[str, Any], spec: Architecture, max_model_len: int
+) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
+    """Return the rotary embeddings of the model, and the index of each layer's."""
     if not spec.local_rope:
-        return parse_rope(config), None
+        rope = parse_rope(config, rotates_pairs=spec.rotates_pairs, max_model_len=max_model_len)
+        lacks = spec.no_rope_layers(config) if spec.no_rope_layers is not None else []
+        layers = [int(lacking) for lacking in lacks] or [0] * config["num_hidden_layers"]
+        return (rope, NO_ROPE) if any(layers) else (rope,), tuple(layers)
     full = parse_layer_type_rope(config, layer_type=FULL, theta_key="rope_theta", theta=1_000_000.0)
     local = parse_layer_type_rope(
         config, layer_type=SLIDING, theta_key="rope_local_base_freq", theta=10_000.0
     )
-    return full, local
+    kinds = spec.layer_types(config)
+    return (full, local), tuple(int(kind == SLIDING) for kind in kinds)
 
 
 def sliding_windows(config: Mapping[str, Any], spec: Architecture) -> tuple[int | None, ...]:
@@ -385,9 +342,10 @@ def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
         num_parameters=count_parameters(config, projections),
         tie_embeddings=config.tie_embeddings,
         biased=tuple(name for name, has_bias in projection_biases(config).items() if has_bias),
-        sandwich_norms=config.sandwich_norms,
+        norm_names=config.norm_names,
         norm_plus_one=config.norm_plus_one,
         num_labels=config.num_labels,
+        path_prefixes=VISION_PREFIXES if config.is_vision_model else (TEXT_PREFIX,),
     )
 
 
@@ -395,24 +353,42 @@ def projections_of(config: DecoderConfig) -> tuple[Projection, ...]:
     """The linear layers of one decoder layer, in the order of the checkpoint."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.q_size, config.kv_size
-    return (
-        Projection("q_proj", hidden, q_size),
-        Projection("k_proj", hidden, kv_size),
+    order = head_order(config.ropes[0], config.head_dim)
+
+    def rotated(num_heads: int) -> RowMap | None:
+        return None if order is None else RowMap(num_heads, order)
+
+    qkv: tuple[Projection, ...] = (
+        Projection("q_proj", hidden, q_size, rotated(config.num_heads)),
+        Projection("k_proj", hidden, kv_size, rotated(config.num_kv_heads)),
         Projection("v_proj", hidden, kv_size),
-        Projection("o_proj", q_size, hidden),
+    )
+    if config.has_fused_qkv:
+        heads = rotated(config.num_heads + config.num_kv_heads)
+        qkv = (Projection("qkv_proj", hidden, q_size + 2 * kv_size, heads),)
+    gate_up: tuple[Projection, ...] = (
         Projection("gate_proj", hidden, inner),
         Projection("up_proj", hidden, inner),
+    )
+    if config.has_fused_gate_up:
+        gate_up = (Projection("gate_up_proj", hidden, 2 * inner),)
+    return (
+        *qkv,
+        Projection("o_proj", q_size, hidden),
+        *gate_up,
         Projection("down_proj", inner, hidden),
     )
 
 
 def projection_biases(config: DecoderConfig) -> dict[str, bool]:
     """Whether each projection of a decoder layer has a bias."""
-    return {
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-        "o_proj": config.o_bias,
-        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias),
+    of_linear = {
+        "qkv": config.qkv_bias,
+        "o": config.o_bias,
+        "gate_up": config.mlp_bias,
+        "down": config.mlp_bias,
     }
+    return {projection.name: of_linear[projection.linear] for projection in projections_of(config)}
 
 
 def count_parameters(config: DecoderConfig, projections: tuple[Projection, ...]) -> int:
@@ -421,8 +397,8 @@ def count_parameters(config: DecoderConfig, projections: tuple[Projection, ...])
     linears = sum(
         linear.out_features * (linear.in_features + has_bias[linear.name]) for linear in projections
     )
-    norms = hidden * (4 if config.sandwich_norms else 2)
+    norms = hidden * config.norm_names.count
     # The fused head norm repeats the checkpoint's weight once per head.
-    head_norms = (config.q_size + config.kv_size) if config.qk_norm else 0
+    head_norms = config.q_size + config.kv_size if config.qk_norm is not None else 0
     embeddings = hidden * (config.vocab_size + (0 if config.tie_embeddings else config.head_size))
     return config.num_layers * (linears + norms + head_norms) + embeddings + hidden

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from loramux.kernels.linear import DenseWeight
 from loramux.memory.device import release_cached
+from loramux.models.architectures import projections_of
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
-from loramux.types.model import FUSED_LINEARS
+from loramux.types.model import LINEARS, fuse_projections
 
 RANK_BLOCK = 16
 
@@ -48,13 +49,14 @@ class AugmentedLinear(Linear):
 
 def augment_linears(decoder: Decoder, num_blocks: int) -> None:
     """Append num_blocks rank blocks of 16 rows per projection to every fused linear."""
+    sites = fuse_projections(projections_of(decoder.config))
     for layer in decoder.layers:
-        for name, projections in FUSED_LINEARS.items():
-            linear = getattr(layer, name)
+        for site in sites:
+            linear = getattr(layer, site.name)
             assert isinstance(linear, Linear), "a linear was packed or wrapped"
-            num_rows = num_blocks * len(projections) * RANK_BLOCK
+            num_rows = num_blocks * len(site.projections) * RANK_BLOCK
             if not isinstance(linear, AugmentedLinear) or len(linear.appended) != num_rows:
-                setattr(layer, name, AugmentedLinear(linear, num_rows))
+                setattr(layer, site.name, AugmentedLinear(linear, num_rows))
         # Frees the old weights of a layer before the next one is copied.
         release_cached(decoder.norm.weight.device)
 
@@ -64,12 +66,13 @@ def appended_rows(decoder: Decoder) -> list[list[Tensor]] | None:
 
     None if the linears are not augmented.
     """
+    sites = fuse_projections(projections_of(decoder.config))
     found = [
         [
-            linear.appended.view(-1, len(projections), RANK_BLOCK, linear.in_features)
-            for name, projections in FUSED_LINEARS.items()
-            if isinstance(linear := getattr(layer, name), AugmentedLinear)
+            linear.appended.view(-1, len(site.projections), RANK_BLOCK, linear.in_features)
+            for site in sites
+            if isinstance(linear := getattr(layer, site.name), AugmentedLinear)
         ]
         for layer in decoder.layers
     ]
-    return found if all(len(of_layer) == len(FUSED_LINEARS) for of_layer in found) else None
+    return found if all(len(of_layer) == len(LINEARS) for of_layer in found) else None

@@ -8,13 +8,17 @@ import torch
 
 from loramux.adapters.packed.extras import ATTENTION_NORM, FINAL_NORM, MLP_NORM
 from loramux.kernels.linear import DenseWeight, LinearMethod, dense_of
+from loramux.models.architectures import projections_of
 from loramux.models.decoder import Decoder
 from loramux.models.layers import RMSNorm
-from loramux.types.model import FUSED_LINEARS, FusedLinear
+from loramux.types.model import LINEARS, FusedLinear
 
 
 class DecoderWeights:
-    """BaseWeights of a decoder whose linears have not been wrapped yet; any thread may read it."""
+    """BaseWeights of a decoder whose linears have not been wrapped yet; any thread may read it.
+
+    Rows are in the order of the checkpoint.
+    """
 
     def __init__(
         self,
@@ -26,8 +30,11 @@ class DecoderWeights:
         self._decoder = decoder
         self._wait = wait_until_read
         self._fused: list[dict[str, LinearMethod]] = [
-            {name: getattr(layer, name) for name in FUSED_LINEARS} for layer in decoder.layers
+            {name: getattr(layer, name) for name in LINEARS} for layer in decoder.layers
         ]
+        self._row_maps = {
+            projection.name: projection.row_map for projection in projections_of(decoder.config)
+        }
         self._head: LinearMethod = decoder.lm_head
         self._columns: dict[str, tuple[str, slice]] = {}
         for linear in linears:
@@ -38,11 +45,17 @@ class DecoderWeights:
 
     def weight(self, layer: int, projection: str) -> torch.Tensor:
         dense, columns = self._find(layer, projection)
-        return dense.weight[columns]
+        return self._in_file_order(dense.weight[columns], projection)
 
     def bias(self, layer: int, projection: str) -> torch.Tensor | None:
         dense, columns = self._find(layer, projection)
-        return None if dense.bias is None else dense.bias[columns]
+        if dense.bias is None:
+            return None
+        return self._in_file_order(dense.bias[columns], projection)
+
+    def _in_file_order(self, rows: torch.Tensor, projection: str) -> torch.Tensor:
+        row_map = self._row_maps.get(projection)
+        return rows if row_map is None else rows[row_map.inverse().rows(len(rows))]
 
     def norm(self, layer: int, name: str) -> torch.Tensor:
         self._wait()

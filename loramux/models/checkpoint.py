@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from loramux.errors import UnsupportedModel
 from loramux.kernels.linear import LinearMethod, dense_of
+from loramux.models.architectures import projections_of
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import RMSNorm
+from loramux.types.model import LINEARS, Projection, RowMap
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -27,6 +29,8 @@ class Slot:
     """The shape that the checkpoint tensor must have."""
     plus: float = 0.0
     """Added to every element when the tensor is copied."""
+    row_map: RowMap | None = None
+    """Order of the tensor's rows in the target."""
 
     def fill(self, name: str, tensor: Tensor) -> None:
         if tuple(tensor.shape) != self.shape:
@@ -39,6 +43,8 @@ class Slot:
                 f"{name} is stored as {tensor.dtype}; only float32, float16 and bfloat16 weights "
                 "can be served."
             )
+        if self.row_map is not None:
+            tensor = tensor[self.row_map.rows(len(tensor))]
         self.target.copy_(tensor)
         if self.plus:
             self.target.add_(self.plus)
@@ -61,21 +67,22 @@ def checkpoint_slots(decoder: Decoder) -> dict[str, Slot]:
 def layer_slots(decoder: Decoder, layer: nn.Module) -> Iterator[tuple[str, Slot]]:
     layer = cast(DecoderLayer, layer)
     config = decoder.config
-    q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
-    yield from fused_slots(
-        layer.qkv,
-        {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
-    )
-    yield from fused_slots(layer.o, {"self_attn.o_proj": config.hidden_size})
-    yield from fused_slots(layer.gate_up, {"mlp.gate_proj": inner, "mlp.up_proj": inner})
-    yield from fused_slots(layer.down, {"mlp.down_proj": config.hidden_size})
-    yield "input_layernorm.weight", norm_slot(decoder, layer.attention_norm)
-    if layer.after_attention_norm is not None and layer.after_mlp_norm is not None:
-        yield "post_attention_layernorm.weight", norm_slot(decoder, layer.after_attention_norm)
-        yield "pre_feedforward_layernorm.weight", norm_slot(decoder, layer.mlp_norm)
-        yield "post_feedforward_layernorm.weight", norm_slot(decoder, layer.after_mlp_norm)
-    else:
-        yield "post_attention_layernorm.weight", norm_slot(decoder, layer.mlp_norm)
+    projections = projections_of(config)
+    for name in LINEARS:
+        found = [projection for projection in projections if projection.linear == name]
+        yield from fused_slots(getattr(layer, name), found)
+    norms = {
+        config.norm_names.attention: layer.attention_norm,
+        config.norm_names.mlp: layer.mlp_norm,
+        config.norm_names.after_attention: layer.after_attention_norm,
+        config.norm_names.after_mlp: layer.after_mlp_norm,
+    }
+    if layer.wide_norm is not None:
+        norms["self_attn.q_norm"] = layer.wide_norm.query
+        norms["self_attn.k_norm"] = layer.wide_norm.key
+    for path, norm in norms.items():
+        if norm is not None:
+            yield f"{path}.weight", norm_slot(decoder, norm)
     if layer.head_norm is not None:
         plus = 1.0 if config.norm_plus_one else 0.0
         heads, shape = layer.head_norm.weight.data, (config.head_dim,)
@@ -83,14 +90,18 @@ def layer_slots(decoder: Decoder, layer: nn.Module) -> Iterator[tuple[str, Slot]
         yield "self_attn.k_norm.weight", Slot(heads[config.num_heads :], shape, plus)
 
 
-def fused_slots(linear: LinearMethod, rows_of: dict[str, int]) -> Iterator[tuple[str, Slot]]:
+def fused_slots(
+    linear: LinearMethod, projections: Sequence[Projection]
+) -> Iterator[tuple[str, Slot]]:
     weight, bias = dense_of(linear)
     start = 0
-    for name, num_rows in rows_of.items():
-        yield f"{name}.weight", whole(weight[start : start + num_rows])
+    for projection in projections:
+        path = f"{projection.block}.{projection.name}"
+        rows = slice(start, start + projection.out_features)
+        yield f"{path}.weight", whole(weight[rows], projection.row_map)
         if bias is not None:
-            yield f"{name}.bias", whole(bias[start : start + num_rows])
-        start += num_rows
+            yield f"{path}.bias", whole(bias[rows], projection.row_map)
+        start += projection.out_features
 
 
 def norm_slot(decoder: Decoder, norm: RMSNorm) -> Slot:
@@ -99,5 +110,5 @@ def norm_slot(decoder: Decoder, norm: RMSNorm) -> Slot:
     )
 
 
-def whole(target: Tensor) -> Slot:
-    return Slot(target.data, tuple(target.shape))
+def whole(target: Tensor, row_map: RowMap | None = None) -> Slot:
+    return Slot(target.data, tuple(target.shape), row_map=row_map)

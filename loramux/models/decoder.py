@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from loramux.kernels.linear import LinearMethod
 from loramux.kernels.ops import AttendArgs
 from loramux.models.architectures import DecoderConfig
+from loramux.models.families import HeadNormScope
 from loramux.models.forward import DecoderOps, Layer, hidden_states
-from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, rotate_
+from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, WideNorm, rotate_
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -70,11 +71,14 @@ class DecoderLayer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.q_size, config.kv_size
         norm_dtype = torch.float32 if config.norm_plus_one else dtype
+        names = config.norm_names
 
         def linear(in_features: int, out_features: int, bias: bool) -> Linear:
             return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
 
-        def norm() -> RMSNorm:
+        def norm(name: str | None) -> RMSNorm | None:
+            if name is None:
+                return None
             return RMSNorm(hidden, eps=config.rms_norm_eps, dtype=norm_dtype, device=device)
 
         self.attention = AttendArgs(
@@ -87,10 +91,11 @@ class DecoderLayer(nn.Module):
         self.o = linear(q_size, hidden, config.o_bias)
         self.gate_up = linear(hidden, 2 * inner, config.mlp_bias)
         self.down = linear(inner, hidden, config.mlp_bias)
-        self.attention_norm = norm()
-        self.mlp_norm = norm()
-        self.after_attention_norm = norm() if config.sandwich_norms else None
-        self.after_mlp_norm = norm() if config.sandwich_norms else None
+        self.rope = config.layer_ropes[layer]
+        self.attention_norm = norm(names.attention)
+        self.mlp_norm = norm(names.mlp)
+        self.after_attention_norm = norm(names.after_attention)
+        self.after_mlp_norm = norm(names.after_mlp)
         self.head_norm = (
             HeadNorm(
                 config.num_heads + config.num_kv_heads,
@@ -99,27 +104,38 @@ class DecoderLayer(nn.Module):
                 dtype=norm_dtype,
                 device=device,
             )
-            if config.qk_norm
+            if config.qk_norm is HeadNormScope.HEAD
+            else None
+        )
+        self.wide_norm = (
+            WideNorm((q_size, kv_size), eps=config.rms_norm_eps, dtype=norm_dtype, device=device)
+            if config.has_wide_norm
             else None
         )
 
     def describe(
-        self, next_norm: N, *, linear: Callable[[str, LinearMethod], L], norm: MakeNorm[N]
+        self, next_norm: N | None, *, linear: Callable[[str, LinearMethod], L], norm: MakeNorm[N]
     ) -> Layer[L, N]:
         """The layer for an op set, which makes its own linears (by name) and norms."""
-        after_attention, after_mlp = self.after_attention_norm, self.after_mlp_norm
+
+        def made(module: RMSNorm | HeadNorm | None) -> N | None:
+            return None if module is None else norm(module)
+
+        wide = self.wide_norm
         return Layer(
             qkv=linear("qkv", self.qkv),
             o=linear("o", self.o),
             gate_up=linear("gate_up", self.gate_up),
             down=linear("down", self.down),
-            attention_norm=norm(self.attention_norm),
-            mlp_norm=norm(self.mlp_norm),
-            after_attention_norm=None if after_attention is None else norm(after_attention),
-            after_mlp_norm=None if after_mlp is None else norm(after_mlp),
-            head_norm=None if self.head_norm is None else norm(self.head_norm),
+            attention_norm=made(self.attention_norm),
+            mlp_norm=made(self.mlp_norm),
+            after_attention_norm=made(self.after_attention_norm),
+            after_mlp_norm=made(self.after_mlp_norm),
+            head_norm=made(self.head_norm),
+            wide_norms=None if wide is None else (norm(wide.query), norm(wide.key)),
             next_norm=next_norm,
             attention=self.attention,
+            rope=self.rope,
         )
 
 
@@ -154,9 +170,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps, dtype=norm_dtype, device=device
         )
-        self.rotary = Rotary(config.rope, config.head_dim, device=device)
-        self.rotary_local = (
-            Rotary(config.rope_local, config.head_dim, device=device) if config.rope_local else None
+        self.rotaries = nn.ModuleList(
+            Rotary(rope, config.head_dim, device=device) for rope in config.ropes
         )
 
     def describe(
@@ -167,7 +182,8 @@ class Decoder(nn.Module):
     ) -> list[Layer[L, N]]:
         """The layers for an op set; `linear` is called with (layer, name, module)."""
         layers = cast("list[DecoderLayer]", list(self.layers))
-        next_norms = [norm(layer.attention_norm) for layer in layers[1:]] + [norm(self.norm)]
+        following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
+        next_norms = [None if module is None else norm(module) for module in following]
         return [
             layer.describe(next_norm, linear=partial(linear, index), norm=norm)
             for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True))
@@ -191,10 +207,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits [tokens, vocab] in float32 from hidden [tokens, hidden]."""
-        return self.cap_logits(self.uncapped_logits(hidden))
+        return self.cap_logits(self.uncapped_logits(self.scaled(hidden)))
 
-    def uncapped_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden).float()
+    def uncapped_logits(self, scaled: Tensor) -> Tensor:
+        return self.lm_head(scaled).float()
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """Return the input of the output head."""
+        scale = self.config.logit_scale
+        return hidden if scale == 1.0 else hidden * scale
 
     def cap_logits(self, logits: Tensor) -> Tensor:
         """Apply the model's softcap, if it has one, in place."""
@@ -218,21 +239,25 @@ class TorchOps:
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         decoder = self._decoder
         residual: Tensor = decoder.embed_tokens(token_ids)
-        rotation = decoder.rotary(positions, residual.dtype)
-        local = decoder.rotary_local
-        sliding = rotation if local is None else local(positions, residual.dtype)
-        self._rotations = [rotation, sliding]
+        self._rotations = [rotary(positions, residual.dtype) for rotary in decoder.rotaries]
         return residual
 
-    def norm(self, residual: Tensor, norm: TorchNorm) -> Tensor:
-        return norm(residual)
+    def norm(self, residual: Tensor, norm: TorchNorm | None) -> Tensor:
+        return residual if norm is None else norm(residual)
 
     def linear_rotate_write(self, layer: Layer[LinearMethod, TorchNorm], x: Tensor) -> Tensor:
         heads = layer.qkv(x).view(x.shape[0], -1, self._head_dim)
         qk = heads[:, : self._num_rotated]
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
-        qk = rotate_(qk, *self._rotations[layer.attention.sliding_window is not None])
+        elif layer.wide_norms is not None:
+            parts = qk[:, : self._num_heads], qk[:, self._num_heads :]
+            normed = [
+                norm(part.flatten(1)).view_as(part)
+                for part, norm in zip(parts, layer.wide_norms, strict=True)
+            ]
+            qk = torch.cat(normed, 1)
+        qk = rotate_(qk, *self._rotations[layer.rope])
         k, v = qk[:, self._num_heads :], heads[:, self._num_rotated :]
         self._attention.write_kv(layer.attention.layer, k, v)
         return qk[:, : self._num_heads]
@@ -248,12 +273,12 @@ class TorchOps:
         linear: LinearMethod,
         x: Tensor,
         residual: Tensor,
-        norm: TorchNorm,
+        norm: TorchNorm | None,
         after: TorchNorm | None,
     ) -> Tensor:
         y = linear(x)
         residual.add_(y if after is None else after(y))
-        return norm(residual)
+        return self.norm(residual, norm)
 
     def linear_glu(self, linear: LinearMethod, x: Tensor) -> Tensor:
         gate, up = linear(x).chunk(2, -1)
@@ -271,8 +296,9 @@ class Embedding(nn.Module):
             torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device),
             requires_grad=False,
         )
-        # Checkpoints were trained with the scale rounded to the dtype of the weights.
-        self.scale = float(torch.tensor(config.embed_scale, dtype=dtype))
+        self.scale = config.embed_scale
+        if config.rounds_embed_scale:
+            self.scale = float(torch.tensor(self.scale, dtype=dtype))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = F.embedding(token_ids, self.weight)

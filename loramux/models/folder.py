@@ -116,7 +116,7 @@ def model_name(path: Path) -> str:
     return QUANTIZATION_SUFFIX.sub("", path.stem) if path.suffix == ".gguf" else place.name
 
 
-def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the end tokens of generation_config.json and config.json."""
     generation = folder / "generation_config.json"
     settings = read_json_object(generation) if generation.is_file() else {}

@@ -21,16 +21,20 @@ class Layer(NamedTuple, Generic[L, N]):
     o: L
     gate_up: L
     down: L
-    attention_norm: N
-    mlp_norm: N
+    attention_norm: N | None
+    mlp_norm: N | None
     after_attention_norm: N | None
-    """Norm of the attention output before it is added to the residual (sandwich norms)."""
+    """Norm of the attention output before it is added to the residual."""
     after_mlp_norm: N | None
     head_norm: N | None
     """Norm of each query and key head before its rotation."""
-    next_norm: N
+    wide_norms: tuple[N, N] | None
+    """Norms of all queries and of all keys of a token, before their rotation."""
+    next_norm: N | None
     """Attention norm of the following layer, or the final norm."""
     attention: AttendArgs
+    rope: int
+    """Index of the layer's rotary embedding among those of the model."""
 
 
 class DecoderOps(Protocol[X, L, N]):
@@ -43,7 +47,9 @@ class DecoderOps(Protocol[X, L, N]):
         """
         ...
 
-    def norm(self, residual: X, norm: N) -> X: ...
+    def norm(self, residual: X, norm: N | None) -> X:
+        """Return norm(residual); the residual itself without a norm."""
+        ...
 
     def linear_rotate_write(self, layer: Layer[L, N], x: X) -> X:
         """Compute q, k and v, norm and rotate q and k, store k and v in pages; return q."""
@@ -57,8 +63,8 @@ class DecoderOps(Protocol[X, L, N]):
         """Keep the tokens whose hidden state is asked for; called in the last layer alone."""
         ...
 
-    def linear_add_norm(self, linear: L, x: X, residual: X, norm: N, after: N | None) -> X:
-        """residual += after(linear(x)), in place; return norm(residual)."""
+    def linear_add_norm(self, linear: L, x: X, residual: X, norm: N | None, after: N | None) -> X:
+        """residual += after(linear(x)), in place; return norm(residual), or the residual."""
         ...
 
     def linear_glu(self, linear: L, x: X) -> X:

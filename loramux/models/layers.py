@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.errors import UnsupportedModel
 from loramux.kernels.linear import DenseWeight, LinearMethod, linear
 from loramux.models.rope import RopeConfig
 
@@ -106,27 +107,50 @@ class HeadNorm(nn.Module):
         return normed.mul_(weight).to(x.dtype)
 
 
+class WideNorm(nn.Module):
+    """The RMSNorms of all query heads of a token together, and of all its key heads."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        *,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """sizes: of the queries and of the keys of a token"""
+        super().__init__()
+        self.query = RMSNorm(sizes[0], eps=eps, dtype=dtype, device=device)
+        self.key = RMSNorm(sizes[1], eps=eps, dtype=dtype, device=device)
+
+
 class Rotary(nn.Module):
     """Rotary position embedding: cos and sin of a step's positions."""
 
     frequencies: Tensor
     signs: Tensor
+    """The factor of sin; its absolute value is that of cos."""
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, *, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__()
-        half, self.attention_factor = inverse_frequencies(rope, head_dim)
-        signs = torch.cat((-torch.ones_like(half), torch.ones_like(half)))
+        turning, factor = inverse_frequencies(rope, head_dim)
+        # Dimensions beyond the rotated ones turn by no angle.
+        num_fixed = head_dim // 2 - len(turning)
+        half = F.pad(turning, (0, num_fixed))
+        factors = F.pad(torch.full_like(turning, factor), (0, num_fixed), value=1.0)
+        signs = torch.cat((-factors, factors))
+        self.has_factor = factor != 1.0
         self.register_buffer("frequencies", half.repeat(2).to(device), persistent=False)
-        self.register_buffer("signs", (signs * self.attention_factor).to(device), persistent=False)
+        self.register_buffer("signs", signs.to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos, and sin negated in its first half: [tokens, 1, head_dim] each."""
         angles = positions.view(-1, 1, 1) * self.frequencies
         cos = angles.cos()
-        if self.attention_factor != 1.0:
-            cos.mul_(self.attention_factor)
+        if self.has_factor:
+            cos.mul_(self.signs.abs())
         return cos.to(dtype), angles.sin_().mul_(self.signs).to(dtype)
 
 
@@ -140,15 +164,18 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Return the radians per position of each pair, and the factor of cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """Return the radians per position of each rotated pair, and the factor of cos and sin."""
+    size = rope.num_rotated(head_dim)
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     plain = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "longrope":
+        return longrope_frequencies(rope, exponents), yarn_attention_factor(rope)
     if rope.rope_type == "linear":
         return plain / rope.factor, 1.0
     if rope.rope_type == "llama3":
         return llama3_frequencies(plain, rope), 1.0
     if rope.rope_type == "yarn":
-        return yarn_frequencies(plain, rope, head_dim), yarn_attention_factor(rope)
+        return yarn_frequencies(plain, rope, size), yarn_attention_factor(rope)
     return plain, 1.0
 
 
@@ -174,6 +201,15 @@ def yarn_frequencies(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     steps = torch.arange(head_dim // 2, dtype=torch.float32)
     stretch = ((steps - low) / (high - low if high != low else 0.001)).clamp(0, 1)
     return stretch * plain / rope.factor + (1 - stretch) * plain
+
+
+def longrope_frequencies(rope: RopeConfig, exponents: Tensor) -> Tensor:
+    if len(rope.factors) != len(exponents):
+        raise UnsupportedModel(
+            f"config.json has {len(rope.factors)} factors of longrope for {len(exponents)} rotated "
+            "pairs of dimensions."
+        )
+    return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
 
 
 def yarn_attention_factor(rope: RopeConfig) -> float:

@@ -22,6 +22,8 @@ from loramux.models.decoder import Decoder
 from loramux.models.digests import model_digest
 from loramux.models.folder import eos_token_ids, listed, model_name, read_config, weight_files
 from loramux.models.gguf_file import converted_folder
+from loramux.models.text_config import text_config
+from loramux.types.vision import text_name
 
 Progress = Callable[[str, float], None]
 
@@ -54,18 +56,19 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     before_reading: Callable[[Decoder], None] | None = None,
-    in_background: bool = False,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder with safetensors, or a GGUF file, which is converted once.
 
     dtype: a function chooses it from the config
-    before_reading: changes the decoder's linears while their weights are undefined
-    in_background: return at once, and read the weights on a thread, see LoadedModel.reading
+    before_reading: changes the decoder's linears while their weights are undefined; the weights are
+    then read on a thread, see LoadedModel.reading
+    max_model_len: the context that is served; None for the longest
     """
     detect_cpu()
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
-    hf_config = read_config(folder)
-    config = parse_config(hf_config)
+    hf_config = text_config(read_config(folder))
+    config = parse_config(read_config(folder), max_model_len=max_model_len)
     files = weight_files(folder)
     chosen = dtype if isinstance(dtype, torch.dtype) else dtype(config)
     decoder = Decoder(config, dtype=chosen, device=device)
@@ -79,7 +82,7 @@ def load_model(
         tokenizer_folder=folder,
         eos_token_ids=eos_token_ids(folder, hf_config),
         hf_config=hf_config,
-        reading=on_thread(read) if in_background else done(read()),
+        reading=done(read()) if before_reading is None else on_thread(read),
     )
 
 
@@ -120,7 +123,7 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
     extra: list[str] = []
     for file in files:
         try:
-            for name in fill_from_file(file, slots):
+            for name in fill_from_file(file, slots, has_vision=decoder.config.is_vision_model):
                 if name is not None:
                     extra.append(name)
                 elif progress is not None:
@@ -138,15 +141,21 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
         )
 
 
-def fill_from_file(file: Path, slots: dict[str, Slot]) -> Iterator[str | None]:
+def fill_from_file(
+    file: Path, slots: dict[str, Slot], *, has_vision: bool = False
+) -> Iterator[str | None]:
     """Fill and remove the slots of this file's tensors.
 
     Yields None for each filled slot, and the name of each tensor without a slot.
+    has_vision: skip the tensors of the image encoder
     """
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a mapping
+            path = text_name(name) if has_vision else name
+            if path is None:
+                continue
             # A model without a head has no prefix.
-            slot = slots.pop(name, None) or slots.pop(f"model.{name}", None)
+            slot = slots.pop(path, None) or slots.pop(f"model.{path}", None)
             if slot is not None:
                 slot.fill(name, tensors.get_tensor(name))
             yield None if slot is not None else name

@@ -13,7 +13,7 @@ from loramux.kernels.ops import JitGemmOps, PackedMatrix
 from loramux.kernels.select import select_jit_gemm
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
-from loramux.types.model import FUSED_LINEARS
+from loramux.types.model import LINEARS
 
 # A single token is a GEMV, 1.3 to 2.5 times as fast on the plain weight in float32; in bfloat16 the
 # packed weight is faster (AMX: 1.2 to 3 times), with the same bits as a GEMM of up to 32 tokens.
@@ -91,7 +91,7 @@ def pack_linears(decoder: Decoder, *, byte_limit: int, packs_later: bool = False
     """
     if not can_pack(decoder.dtype, decoder.norm.weight.device):
         return 0
-    sites = [(layer, site) for layer in decoder.layers for site in FUSED_LINEARS]
+    sites = [(layer, site) for layer in decoder.layers for site in LINEARS]
     num_bytes = 0
     for owner, site in [*sites, (decoder, "lm_head")]:
         linear = getattr(owner, site)

@@ -225,7 +225,8 @@ class CpuRunner:
         if step.extras is None:
             return self._decoder.logits(hidden)
         decoder = self._decoder
-        return step.extras.logits(hidden, rows, decoder.uncapped_logits, decoder.cap_logits)
+        scaled = decoder.scaled(hidden)
+        return step.extras.logits(scaled, rows, decoder.uncapped_logits, decoder.cap_logits)
 
     def _choose(self, step: _Step, states: HiddenRows) -> StepResult:
         """Sample from the hidden states of the sampled rows, and compute prompt logprobs."""

@@ -1,4 +1,4 @@
-"""An op set of the decoder with the parts beside low rank of a step's adapters."""
+"""Op set of the decoder with DoRA magnitudes, biases and saved modules of a step's adapters."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class OpsWithExtras(Generic[X, N]):
         self._extras.change_embedding(_tensor(embedded), token_ids, self._embed_scale)
         return embedded
 
-    def norm(self, residual: X, norm: N) -> X:
+    def norm(self, residual: X, norm: N | None) -> X:
         normed = self._ops.norm(residual, norm)
+        if norm is None:
+            return normed
         self._extras.change_norm(0, ATTENTION_NORM, _tensor(normed))
         return normed
 
@@ -58,9 +60,11 @@ class OpsWithExtras(Generic[X, N]):
         return self._ops.select(attended, residual)
 
     def linear_add_norm(
-        self, linear: LinearMethod, x: X, residual: X, norm: N, after: N | None
+        self, linear: LinearMethod, x: X, residual: X, norm: N | None, after: N | None
     ) -> X:
         normed = self._ops.linear_add_norm(linear, x, residual, norm, after)
+        if norm is None:
+            return normed
         self._extras.change_norm(*self._norm_after(linear), _tensor(normed))
         return normed
 

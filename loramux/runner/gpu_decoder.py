@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class GpuDecoder:
         self._layout = layout
         self._storage = storage
         self._context = GpuContext(decoder, kernels.elementwise, layout, storage)
-        self._all = decoder.describe(linear=GpuLinear.of, norm=_norm)
+        self._all = decoder.describe(linear=partial(GpuLinear.of, decoder.config), norm=_norm)
         self._layers = self._all
         self._head = dense_of(decoder.lm_head)
         self.gemms = open_dispatcher(storage.device, kernels.swiglu, decoder.config.activation)
@@ -115,6 +116,7 @@ class GpuDecoder:
         """
         if extras is None:
             return self._decoder.logits(hidden)
+        hidden = self._decoder.scaled(hidden)
         logits = self._decoder.lm_head(hidden)
         vocab_size = self._decoder.config.head_size
         if num_columns is not None and num_columns > vocab_size:
@@ -138,6 +140,7 @@ class GpuDecoder:
         config = self._decoder.config
         # A classification head is too narrow for the dispatcher's kernels.
         if config.final_logit_softcap is None and bias is None and not config.num_labels:
+            hidden = self._decoder.scaled(hidden)
             self.gemms.linear(hidden, weight, out=out)
             if extras is not None:
                 extras.change_logits(out, hidden)

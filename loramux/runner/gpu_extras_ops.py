@@ -1,4 +1,4 @@
-"""Op set of steps whose adapters have parts beside low rank; it fuses fewer ops than the others."""
+"""Op set for DoRA, bias and full-module adapters; fuses fewer ops."""
 
 from __future__ import annotations
 
@@ -41,12 +41,17 @@ class ExtrasLinearOps:
         if not self.lora.covers(linear.index):
             return self.elementwise.activate_mul(y, activation)
         self.lora.shrink(x, linear.layer, linear.index)
+        if not linear.fuses:
+            self.lora.expand(y, linear.layer, linear.index)
+            return self.elementwise.activate_mul(y, activation)
         return self.lora.expand_swiglu(y, activation, linear.layer, linear.index)
 
     def add_norm(
-        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None
     ) -> Tensor:
         normed = self.elementwise.add_norm(y, residual, norm, after)
+        if norm is None:
+            return normed
         if linear.index == OUT:
             self.extras.change_mlp_norm(normed, linear.layer)
         else:
@@ -76,8 +81,10 @@ class ExtrasGpuOps(GpuOps):
         self._extras.change_embedding(residual, token_ids, decoder.embed_tokens.scale)
         return residual
 
-    def norm(self, residual: Tensor, norm: Norm) -> Tensor:
+    def norm(self, residual: Tensor, norm: Norm | None) -> Tensor:
         """The attention norm of the first layer; `linear_add_norm` computes the others."""
         normed = super().norm(residual, norm)
+        if norm is None:
+            return normed
         self._extras.change_attention_norm(normed, 0)
         return normed

@@ -7,7 +7,7 @@ contract of the kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -21,15 +21,15 @@ from loramux.kernels.ops import (
     Rotation,
 )
 from loramux.lora.augmented_step import AugmentedStep
+from loramux.models.architectures import DecoderConfig
 from loramux.models.augmented_linear import AugmentedLinear
 from loramux.models.decoder import Decoder
 from loramux.models.forward import Layer
 from loramux.models.layers import Rotary
 from loramux.runner.gemm.dispatch import GemmDispatcher
-from loramux.types.model import FUSED_LINEARS, PagedLayout
+from loramux.types.model import LINEARS, PagedLayout
 
-QKV, OUT, GATE_UP, DOWN = range(len(FUSED_LINEARS))
-_NAMES = tuple(FUSED_LINEARS)
+QKV, OUT, GATE_UP, DOWN = range(len(LINEARS))
 # add_norm follows these linears, and reduces the partial sums of a split-K GEMM.
 _SPLIT_K = (OUT, DOWN)
 
@@ -44,11 +44,28 @@ class GpuLinear:
     layer: int
     index: int
     """QKV, OUT, GATE_UP or DOWN"""
+    fuses: bool
+    """Whether the kernels of the op that follows the linear can add its LoRA."""
 
     @classmethod
-    def of(cls, layer: int, name: str, linear: LinearMethod) -> GpuLinear:
+    def of(cls, config: DecoderConfig, layer: int, name: str, linear: LinearMethod) -> GpuLinear:
         augmented = linear if isinstance(linear, AugmentedLinear) else None
-        return cls(dense_of(linear), augmented, layer, _NAMES.index(name))
+        index = LINEARS.index(name)
+        return cls(dense_of(linear), augmented, layer, index, fuses_lora(config, index))
+
+
+def fuses_lora(config: DecoderConfig, index: int) -> bool:
+    """Return whether the kernels that follow a linear know its projections and norms.
+
+    The kernels after QKV and GATE_UP read B of each projection, and those after OUT and DOWN end
+    with a norm.
+    """
+    if index == QKV:
+        return not config.has_fused_qkv and not config.has_wide_norm
+    if index == GATE_UP:
+        return not config.has_fused_gate_up
+    names = config.norm_names
+    return names.attention is not None and names.mlp is not None
 
 
 class LoraStep(Protocol):
@@ -82,7 +99,7 @@ class FusedLinearOps(Protocol):
         """Compute activation(gate) * up, where linear(x) is gate and up."""
 
     def add_norm(
-        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None
     ) -> Tensor: ...
 
 
@@ -115,6 +132,9 @@ class SegmentedLinearOps:
     def glu(self, linear: GpuLinear, x: Tensor, activation: str) -> Tensor:
         if self.lora is not None and self.lora.covers(linear.index):
             y = self._linear_shrink(self.lora, linear, x)
+            if not linear.fuses:
+                self.lora.expand(y, linear.layer, linear.index)
+                return self.elementwise.activate_mul(y, activation)
             return self.lora.expand_swiglu(y, activation, linear.layer, linear.index)
         mixed = self.gemms.linear_swiglu(x, *linear.dense)
         if mixed is None:
@@ -122,7 +142,7 @@ class SegmentedLinearOps:
         return mixed
 
     def add_norm(
-        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None
     ) -> Tensor:
         return self.elementwise.add_norm(y, residual, norm, after)
 
@@ -143,20 +163,20 @@ class AugmentedLinearOps:
         assert linear.augmented is not None, "no rows are appended to the weight"
         weight = linear.augmented.augmented(self.lora.num_appended_rows(index))
         y = _gemm(self.gemms, linear, x, weight)
-        if self._is_fused(index):
+        if self._is_fused(linear):
             return y
         return self.augmented.expand(y, self.lora.at(linear.layer, index))
 
     def rotate_write(
         self, linear: GpuLinear, y: Tensor, rotation: Rotation, target: KVTarget
     ) -> Tensor:
-        if self._is_fused(linear.index):
+        if self._is_fused(linear):
             lora = self.lora.at(linear.layer, linear.index)
             return self.augmented.rotate_write(y, rotation, target, lora)
         return self.elementwise.rotate_write(y, rotation, target)
 
     def glu(self, linear: GpuLinear, x: Tensor, activation: str) -> Tensor:
-        if self._is_fused(linear.index):
+        if self._is_fused(linear):
             y, lora = self.linear(linear, x), self.lora.at(linear.layer, linear.index)
             return self.augmented.activate_mul(y, activation, lora)
         mixed = self.gemms.linear_swiglu(x, *linear.dense)
@@ -165,16 +185,19 @@ class AugmentedLinearOps:
         return mixed
 
     def add_norm(
-        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm | None, after: Norm | None
     ) -> Tensor:
-        if self._is_fused(linear.index):
+        if self._is_fused(linear):
+            assert norm is not None, "a fused linear is followed by a norm"
             lora = self.lora.at(linear.layer, linear.index)
             return self.augmented.add_norm(y, residual, norm, after, lora)
         return self.elementwise.add_norm(y, residual, norm, after)
 
-    def _is_fused(self, index: int) -> bool:
+    def _is_fused(self, linear: GpuLinear) -> bool:
         """Whether the op that follows the GEMM adds h @ B."""
-        return self.lora.covers(index) and (self.lora.launch.fuses_norm or index in (QKV, GATE_UP))
+        if not linear.fuses or not self.lora.covers(linear.index):
+            return False
+        return self.lora.launch.fuses_norm or linear.index in (QKV, GATE_UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,22 +223,25 @@ class GpuOps:
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         decoder = self._context.decoder
-        rotation = self._rotation(decoder.rotary, positions)
-        local = decoder.rotary_local
-        self._rotations = (
-            rotation,
-            rotation if local is None else self._rotation(local, positions),
-        )
+        self._rotations = [
+            self._rotation(cast(Rotary, rotary), positions) for rotary in decoder.rotaries
+        ]
         residual: Tensor = decoder.embed_tokens(token_ids)
         return residual
 
-    def norm(self, residual: Tensor, norm: Norm) -> Tensor:
+    def norm(self, residual: Tensor, norm: Norm | None) -> Tensor:
         return self._context.elementwise.add_norm(None, residual, norm)
 
     def linear_rotate_write(self, layer: Layer[GpuLinear, Norm], x: Tensor) -> Tensor:
         context, index = self._context, layer.attention.layer
         qkv = self._linears.linear(layer.qkv, x)
-        cos, sin = self._rotations[layer.attention.sliding_window is not None]
+        if layer.wide_norms is not None:
+            start = 0
+            for norm in layer.wide_norms:
+                size = norm.weight.numel()
+                context.elementwise.norm_columns(qkv[:, start : start + size], norm)
+                start += size
+        cos, sin = self._rotations[layer.rope]
         target = KVTarget(context.storage, self._plan.slots, context.layout, index)
         rotation = Rotation(cos, sin, layer.head_norm)
         return self._linears.rotate_write(layer.qkv, qkv, rotation, target)
@@ -227,7 +253,12 @@ class GpuOps:
         return attended, residual
 
     def linear_add_norm(
-        self, linear: GpuLinear, x: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+        self,
+        linear: GpuLinear,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        after: Norm | None,
     ) -> Tensor:
         y = self._linears.linear(linear, x)
         return self._linears.add_norm(linear, y, residual, norm, after)
@@ -236,9 +267,7 @@ class GpuOps:
         return self._linears.glu(linear, x, self._activation)
 
     def _rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._context.elementwise.rotation(
-            positions, rotary.frequencies, rotary.signs, rotary.attention_factor
-        )
+        return self._context.elementwise.rotation(positions, rotary.frequencies, rotary.signs)
 
 
 def _gemm(gemms: GemmDispatcher, linear: GpuLinear, x: Tensor, weight: DenseWeight) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -128,12 +129,9 @@ class JitOps:
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Rows:
         decoder = self._context.decoder
-        rotation = self._rotation(decoder.rotary, positions)
-        local = decoder.rotary_local
-        self._rotations = (
-            rotation,
-            rotation if local is None else self._rotation(local, positions),
-        )
+        self._rotations = [
+            self._rotation(cast(Rotary, rotary), positions) for rotary in decoder.rotaries
+        ]
         embedded: Tensor = decoder.embed_tokens(token_ids).contiguous()
         self._buffers = self._context.widths.buffers(len(token_ids))
         layout, qkv = self._context.layout, self._buffers.qkv.tensor
@@ -141,7 +139,9 @@ class JitOps:
         self._queries = heads[:, : heads.shape[1] - 2 * layout.num_kv_heads]
         return Rows(embedded, embedded.numpy())
 
-    def norm(self, residual: Rows, norm: NormArrays) -> Rows:
+    def norm(self, residual: Rows, norm: NormArrays | None) -> Rows:
+        if norm is None:
+            return residual
         normed = self._buffers.normed
         self._elementwise.add_norm_into(None, residual.array, (norm, None), normed.array)
         return normed
@@ -149,7 +149,15 @@ class JitOps:
     def linear_rotate_write(self, layer: Layer[LinearMethod, NormArrays], x: Rows) -> Rows:
         qkv = self._buffers.qkv
         self._linear(layer.qkv, x, qkv)
-        rotation = self._rotations[layer.attention.sliding_window is not None]
+        if layer.wide_norms is not None:
+            start = 0
+            for norm in layer.wide_norms:
+                size = len(norm.weight)
+                columns = qkv.tensor[:, start : start + size]
+                weight = torch.from_numpy(norm.weight)
+                self._elementwise.norm_columns(columns, Norm(weight, float(norm.eps)))
+                start += size
+        rotation = self._rotations[layer.rope]
         layout, index = self._context.layout, layer.attention.layer
         self._elementwise.rotate_write_into(qkv.array, layer.head_norm, rotation, layout, index)
         return qkv
@@ -175,12 +183,16 @@ class JitOps:
         linear: LinearMethod,
         x: Rows,
         residual: Rows,
-        norm: NormArrays,
+        norm: NormArrays | None,
         after: NormArrays | None,
     ) -> Rows:
         added, normed = self._buffers.added, self._buffers.normed
         if not len(x.array):
             return normed
+        if norm is None:
+            self._linear(linear, x, added)
+            self._elementwise.norm_add_into(added.array, residual.array, after)
+            return residual
         if after is None:
             epilogue = self._elementwise.add_norm_epilogue(residual.array, norm, normed.array)
             self._linear(linear, x, added, epilogue)
@@ -223,9 +235,7 @@ class JitOps:
             self._elementwise.run_epilogue(epilogue, y.array)
 
     def _rotation(self, rotary: Rotary, positions: Tensor) -> RotateWriteArrays:
-        cos, sin = self._elementwise.rotation(
-            positions, rotary.frequencies, rotary.signs, rotary.attention_factor
-        )
+        cos, sin = self._elementwise.rotation(positions, rotary.frequencies, rotary.signs)
         slots, storage = self._plan.slots.numpy(), self._context.storage.numpy()
         return RotateWriteArrays(cos.numpy(), sin.numpy(), slots, storage)
 

@@ -14,14 +14,14 @@ from loramux.kernels.gpu.lora_augmented.tables import augmented_launch
 from loramux.kernels.ops import DeviceKernels, ElementwiseOps, Norm
 from loramux.kernels.select import select_device_kernels
 from loramux.memory.device import device_name, run_seconds, steady_state_seconds
-from loramux.models.architectures import DecoderConfig
+from loramux.models.architectures import DecoderConfig, projection_biases, projections_of
 from loramux.models.augmented_linear import RANK_BLOCK
 from loramux.runner.decode_graphs import BATCH_SIZES
 from loramux.runner.gemm.autotune import Autotuner, Consumer, FusedSwiglu, Timing, num_cold_weights
 from loramux.runner.gemm.dispatch import TUNED_ROWS, open_cublaslt, open_small_m
 from loramux.runner.gemm.table import TunedTable
 from loramux.runner.prefill_graphs import TOKEN_COUNTS
-from loramux.types.model import FUSED_LINEARS
+from loramux.types.model import fuse_projections
 
 Progress = Callable[[str, float], None]
 
@@ -40,23 +40,17 @@ class LinearShape:
 
 def linear_shapes(config: DecoderConfig) -> list[LinearShape]:
     """The dispatched linears of a model: torch computes those with a bias."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size = config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
-    sizes = {
-        "qkv": (q_size + 2 * kv_size, hidden, config.qkv_bias),
-        "o": (hidden, q_size, config.o_bias),
-        "gate_up": (2 * inner, hidden, config.mlp_bias),
-        "down": (hidden, inner, config.mlp_bias),
-    }
+    has_bias = projection_biases(config)
     found = [
-        LinearShape(name, outputs, inputs, len(FUSED_LINEARS[name]))
-        for name, (outputs, inputs, has_bias) in sizes.items()
-        if not has_bias
+        LinearShape(site.name, sum(site.out_features), site.in_features, len(site.projections))
+        for site in fuse_projections(projections_of(config))
+        if not has_bias[site.projections[0]]
     ]
     if config.final_logit_softcap is None:
         # One row per sequence at most.
-        found.append(LinearShape("lm_head", config.vocab_size, hidden, max_rows=BATCH_SIZES[-1]))
+        found.append(
+            LinearShape("lm_head", config.vocab_size, config.hidden_size, max_rows=BATCH_SIZES[-1])
+        )
     return found
 
 

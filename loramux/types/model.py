@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 PackingKind = Literal["dense", "paged"]
 """The layout of adapter weights: dense matrices on a CPU, rank blocks in pages on a GPU."""
-FUSED_LINEARS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
+TEXT_PREFIX = "model."
+"""Prefix of the decoder's module paths in the checkpoint of a text model."""
+LINEARS = ("qkv", "o", "gate_up", "down")
 """Linears of a decoder layer, each computing the projections that read the same input at once."""
-ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTION_PLACES: dict[str, tuple[str, int]] = {
+    "q_proj": ("qkv", 0),
+    "k_proj": ("qkv", 1),
+    "v_proj": ("qkv", 2),
+    "qkv_proj": ("qkv", 0),
+    "o_proj": ("o", 0),
+    "gate_proj": ("gate_up", 0),
+    "up_proj": ("gate_up", 1),
+    "gate_up_proj": ("gate_up", 0),
+    "down_proj": ("down", 0),
+}
+"""Linear of each projection that a checkpoint may have, and its number among the linear's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowMap:
+    """Order of a projection's output rows in the engine, where the checkpoint has another one.
+
+    The engine rotates dimension i of a head with dimension i + head_dim / 2; the map brings the
+    pairs of partial and interleaved rotary embeddings to these places.
+    """
+
+    num_heads: int
+    """Heads that are reordered; the rows after them stay where they are."""
+    head_order: tuple[int, ...]
+    """Row i of a head in the engine is row head_order[i] of it in the checkpoint."""
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Return the checkpoint row of each engine row."""
+        size = len(self.head_order)
+        heads = [head * size + row for head in range(self.num_heads) for row in self.head_order]
+        return [*heads, *range(len(heads), num_rows)]
+
+    def inverse(self) -> RowMap:
+        """Return the map from the engine's order to the checkpoint's."""
+        order = sorted(range(len(self.head_order)), key=self.head_order.__getitem__)
+        return RowMap(self.num_heads, tuple(order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +57,21 @@ class Projection:
     """A linear layer of the checkpoint that adapters may change, present in every layer."""
 
     name: str
-    """q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj"""
+    """A key of PROJECTION_PLACES"""
     in_features: int
     out_features: int
+    row_map: RowMap | None = None
+    """None: the engine keeps the order of the checkpoint."""
+
+    @property
+    def linear(self) -> str:
+        """Name of the linear that computes the projection."""
+        return PROJECTION_PLACES[self.name][0]
 
     @property
     def block(self) -> str:
         """Submodule of a decoder layer that holds the projection."""
-        return "self_attn" if self.name in ATTENTION_PROJECTIONS else "mlp"
+        return "self_attn" if self.linear in ("qkv", "o") else "mlp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +83,23 @@ class FusedLinear:
     in_features: int
     projections: tuple[str, ...]
     out_features: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Names of a layer's norms in the checkpoint; None where the layer has no such norm."""
+
+    attention: str | None = "input_layernorm"
+    """Norm of the attention input."""
+    mlp: str | None = "post_attention_layernorm"
+    after_attention: str | None = None
+    """Norm of the attention output before it is added to the residual."""
+    after_mlp: str | None = None
+
+    @property
+    def count(self) -> int:
+        names = (self.attention, self.mlp, self.after_attention, self.after_mlp)
+        return sum(name is not None for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +150,14 @@ class BaseModelInfo:
     """Whether the output head is the embedding."""
     biased: tuple[str, ...] = ()
     """The projections that have a bias."""
-    sandwich_norms: bool = False
-    """Whether the outputs of attention and MLP are normed as well as their inputs."""
+    norm_names: NormNames = NormNames()
     norm_plus_one: bool = False
     """Whether the checkpoint stores norm weights minus one."""
     num_labels: int = 0
     """Outputs of the classification head that the model has instead of one over its vocabulary."""
+    path_prefixes: tuple[str, ...] = (TEXT_PREFIX,)
+    """Prefixes of module paths under which adapters may address the layers; the first is that of
+    `targets`."""
 
     @property
     def hidden_size(self) -> int:
@@ -123,18 +182,18 @@ class BaseModelInfo:
         return PagedLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens)
 
 
-def fuse_projections(projections: Iterable[Projection]) -> tuple[FusedLinear, ...]:
+def fuse_projections(projections: Sequence[Projection]) -> tuple[FusedLinear, ...]:
     """The fused linears of a decoder layer that has these projections."""
-    known = {projection.name: projection for projection in projections}
+    members = {name: [p for p in projections if p.linear == name] for name in LINEARS}
     return tuple(
         FusedLinear(
             name=name,
-            in_features=known[members[0]].in_features,
-            projections=members,
-            out_features=tuple(known[member].out_features for member in members),
+            in_features=found[0].in_features,
+            projections=tuple(projection.name for projection in found),
+            out_features=tuple(projection.out_features for projection in found),
         )
-        for name, members in FUSED_LINEARS.items()
-        if members[0] in known
+        for name, found in members.items()
+        if found
     )
 
 
@@ -142,7 +201,7 @@ def fuse_projections(projections: Iterable[Projection]) -> tuple[FusedLinear, ..
 def _targets(num_layers: int, projections: tuple[Projection, ...]) -> tuple[TargetModule, ...]:
     return tuple(
         TargetModule(
-            path=f"model.layers.{layer}.{projection.block}.{projection.name}",
+            path=f"{TEXT_PREFIX}layers.{layer}.{projection.block}.{projection.name}",
             layer=layer,
             projection=projection.name,
             in_features=projection.in_features,

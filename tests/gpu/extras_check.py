@@ -30,11 +30,11 @@ from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.kernels.gpu.extras import ops
-from loramux.kernels.gpu.extras.tables import PROJECTIONS, VECTORS_PER_LAYER, ReplacedOutputs
+from loramux.kernels.gpu.extras.tables import MATRIX_OF, VECTORS_PER_LAYER, ReplacedOutputs
 from loramux.kernels.ops import ExtrasOps
 from loramux.kernels.reference import extras as reference
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
-from loramux.types.model import FUSED_LINEARS, FusedLinear
+from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
@@ -126,7 +126,7 @@ def kernel_errors(
     logits = torch.cat((noise(VOCAB), noise(3).fill_(float("-inf"))), 1)
     tables = world.tables(selections, tile_rows)
     qkv = ReplacedOutputs(0, WIDE_SITES[0].out_features, bias)
-    down = ReplacedOutputs(PROJECTIONS.index("down_proj"), (HIDDEN,), None)
+    down = ReplacedOutputs(MATRIX_OF["down_proj"], (HIDDEN,), None)
     cases: dict[str, tuple[Tensor, Callable[[ExtrasOps, Tensor], None]]] = {
         "scale_add": (noise(QKV_WIDTH), lambda o, y: o.scale_add(tables, y, 0)),
         "absent vector": (noise(HIDDEN), lambda o, y: o.scale_add(tables, y, VECTORS_PER_LAYER)),
@@ -279,9 +279,9 @@ def timed_adapters(engine: Engine) -> dict[str, Adapter]:
         for name, (width, height) in shapes.items()
     }
     gains = {
-        (layer, site, GAIN): noise(1, sum(shapes[name][1] for name in members))
+        (layer, site.name, GAIN): noise(1, sum(site.out_features))
         for layer in range(base.num_layers)
-        for site, members in FUSED_LINEARS.items()
+        for site in base.fused_linears
     }
     q_weights = {
         (layer, "q_proj", WEIGHT): noise(*reversed(shapes["q_proj"]))

@@ -280,8 +280,8 @@ def check_rotate_write(errors: Errors, layout: PagedLayout, group: int, dtype: t
     positions = torch.tensor([0, 1, 2, 100, 4095, 131_000], dtype=torch.int32, device=DEVICE)
     frequencies = 500_000.0 ** -(torch.arange(dim, device=DEVICE) % (dim // 2) * 2 / dim)
     signs = torch.where(torch.arange(dim, device=DEVICE) < dim // 2, -1.0, 1.0)
-    cos, sin = elementwise.rotation(positions, frequencies, signs, 1.0)
-    expected = elementwise_reference.rotation(positions, frequencies, signs, 1.0)
+    cos, sin = elementwise.rotation(positions, frequencies, signs)
+    expected = elementwise_reference.rotation(positions, frequencies, signs)
     add(errors, "rotation", torch.cat((cos, sin)), torch.cat(expected))
     weight = torch.randn(num_rotated, dim, dtype=dtype, device=DEVICE)
     width = (num_rotated + layout.num_kv_heads) * dim

@@ -164,7 +164,7 @@ class LoraPlan:
             ),
             makers=tuple(makers),
             only_alone=config.only_alone or (f"it replaces {replaced}" if replaced else ""),
-            warnings=tuple(self._warn_of_size(makers)),
+            warnings=(*self._warn_of_size(makers), *_warn_of_vision(file)),
         )
 
     def _pairs(self, file: FileTensors) -> dict[str, Pair]:
@@ -316,11 +316,25 @@ class LoraPlan:
         ]
 
 
+def _warn_of_vision(file: FileTensors) -> list[str]:
+    if not file.of_vision:
+        return []
+    return [
+        f"{len(file.of_vision)} tensors are not used: they change the image encoder, which text "
+        f"does not pass through ({name_some(sorted(file.of_vision), limit=2)})."
+    ]
+
+
 def plan_lora(config: PeftLoraConfig, base: BaseModelInfo) -> LoraPlan:
     """Finds the modules that a config targets in this base; raises AdapterRefused."""
     embedding, head = vocabulary_targets(base)
     plans = plan_modules(
-        config, base.targets, embedding=embedding, head=head, are_tied=base.tie_embeddings
+        config,
+        base.targets,
+        embedding=embedding,
+        head=head,
+        are_tied=base.tie_embeddings,
+        prefixes=base.path_prefixes,
     )
     if config.invocation_tokens and any(plan.target == embedding for plan in plans):
         raise AdapterRefused(

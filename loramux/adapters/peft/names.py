@@ -10,6 +10,7 @@ from enum import Enum, auto
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME, TensorEntry
 from loramux.errors import AdapterRefused
+from loramux.types.vision import text_name
 
 
 class Role(Enum):
@@ -37,6 +38,7 @@ class Role(Enum):
 
 
 _PREFIX = r"base_model\.model\.(?P<path>.+?)"
+_MODEL_PREFIX = "base_model.model."
 _ADAPTER = r"(?:\.default)?"
 LORA_NAME = re.compile(rf"{_PREFIX}\.lora_(?P<half>[AB]){_ADAPTER}\.weight")
 # The first pattern that matches the whole name decides.
@@ -76,6 +78,8 @@ class FileTensors:
 
     by_role: dict[Role, dict[str, TensorEntry]]
     unused: tuple[str, ...]
+    of_vision: tuple[str, ...] = ()
+    """Tensors for the image encoder of a vision model; text does not pass through it."""
 
     def of(self, role: Role) -> dict[str, TensorEntry]:
         return self.by_role.get(role, {})
@@ -85,8 +89,13 @@ def classify(entries: Iterable[TensorEntry]) -> FileTensors:
     """Refuses names of unknown meaning, and two names for one tensor."""
     by_role: dict[Role, dict[str, TensorEntry]] = {}
     foreign: list[str] = []
+    of_vision: list[str] = []
     for entry in entries:
-        found = _role_of(entry.name)
+        name = text_tensor_name(entry.name)
+        if name is None:
+            of_vision.append(entry.name)
+            continue
+        found = _role_of(name)
         if found is None:
             foreign.append(entry.name)
             continue
@@ -115,7 +124,15 @@ def classify(entries: Iterable[TensorEntry]) -> FileTensors:
         for path, entry in by_role.pop(copy, {}).items():
             if by_role.setdefault(role, {}).setdefault(path, entry) is not entry:
                 unused.append(entry.name)
-    return FileTensors(by_role, tuple(unused))
+    return FileTensors(by_role, (*unused, *of_vision), tuple(of_vision))
+
+
+def text_tensor_name(name: str) -> str | None:
+    """Return the name that PEFT gives the tensor on a text model; None for an image encoder's."""
+    if not name.startswith(_MODEL_PREFIX):
+        return name
+    path = text_name(name.removeprefix(_MODEL_PREFIX))
+    return None if path is None else _MODEL_PREFIX + path
 
 
 def _role_of(name: str) -> tuple[str, Role] | None:

@@ -79,13 +79,13 @@ class NormMaker:
 
 def norm_paths(base: BaseModelInfo) -> dict[str, tuple[int, str]]:
     """Returns (layer, name) of the norms that an adapter may replace, by path."""
-    before_mlp = "pre_feedforward_layernorm" if base.sandwich_norms else "post_attention_layernorm"
-    names = {"input_layernorm": ATTENTION_NORM, before_mlp: MLP_NORM}
+    names = {base.norm_names.attention: ATTENTION_NORM, base.norm_names.mlp: MLP_NORM}
     return {
         **{
             f"model.layers.{layer}.{name}": (layer, module)
             for layer in range(base.num_layers)
             for name, module in names.items()
+            if name is not None
         },
         _FINAL_NORM_PATH: (MODEL_LEVEL, FINAL_NORM),
     }

@@ -13,7 +13,7 @@ from loramux.adapters.peft.config import ALL_LINEAR, PeftLoraConfig, TargetField
 from loramux.adapters.peft.patterns import first_matches
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.errors import AdapterRefused
-from loramux.types.model import TargetModule
+from loramux.types.model import TEXT_PREFIX, TargetModule
 
 # Without layers_pattern, the layer is the first number that follows a dotted name.
 ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
@@ -45,23 +45,29 @@ def plan_modules(
     embedding: TargetModule | None = None,
     head: TargetModule | None = None,
     are_tied: bool = False,
+    prefixes: Sequence[str] = (TEXT_PREFIX,),
 ) -> tuple[ModulePlan, ...]:
     """Returns the plan of each targeted module, in the order of the base.
 
     "all-linear" leaves out the embedding and the head. Where they are tied and ensure_weight_tying
-    is set, PEFT adapts both or none.
+    is set, PEFT adapts both or none. prefixes: of the base; patterns of the config are matched
+    with the first under which they name a layer.
     """
     check_abbreviation(config, targets)
+    prefix = next(
+        (one for one in prefixes if targeted_paths(config, _spelled(targets, one))), prefixes[0]
+    )
     vocabulary = [module for module in (embedding, head) if module is not None]
-    paths = [target.path for target in targets]
-    outside = [module.path for module in vocabulary]
+    paths = _spelled(targets, prefix)
+    outside = _spelled(vocabulary, prefix)
     wanted = targeted_paths(config, without_saved(config.modules_to_save, paths))
     if config.target_modules != ALL_LINEAR:
         found = targeted_paths(config, without_saved(config.modules_to_save, outside))
         if found and config.ensure_weight_tying and are_tied:
             found = set(outside)
         wanted |= found
-    chosen = [target for target in [*targets, *vocabulary] if target.path in wanted]
+    known = zip([*targets, *vocabulary], [*paths, *outside], strict=True)
+    chosen = [target for target, path in known if path in wanted]
     if not chosen:
         raise AdapterRefused(
             RefusalCode.NO_TARGETS,
@@ -69,7 +75,7 @@ def plan_modules(
             fix="Serve the adapter on the base that it was trained on.",
         )
     check_not_saved(config, chosen)
-    paths = [target.path for target in chosen]
+    paths = _spelled(chosen, prefix)
     ranks = values_by_pattern("rank_pattern", config.rank_pattern, paths)
     alphas = values_by_pattern("alpha_pattern", config.alpha_pattern, paths)
     return tuple(
@@ -81,6 +87,17 @@ def plan_modules(
         )
         for target, rank, alpha in zip(chosen, ranks, alphas, strict=True)
     )
+
+
+def spelled_path(path: str, prefix: str) -> str:
+    """Return a module path of the text model under another prefix of the base."""
+    if not path.startswith(TEXT_PREFIX):
+        return path
+    return prefix + path.removeprefix(TEXT_PREFIX)
+
+
+def _spelled(targets: Sequence[TargetModule], prefix: str) -> list[str]:
+    return [spelled_path(target.path, prefix) for target in targets]
 
 
 def check_not_saved(config: PeftLoraConfig, chosen: Sequence[TargetModule]) -> None:

@@ -22,6 +22,7 @@ from loramux.kernels.reference import elementwise as fused_torch
 from loramux.types.model import PagedLayout
 
 rotation = fused_torch.rotation
+norm_columns = fused_torch.norm_columns
 
 # With fewer elements, waking the other threads takes longer than the work.
 _PARALLEL_ELEMENTS = 65536
@@ -30,11 +31,15 @@ _PARALLEL_EXPS = 20480
 _ADD_NORM_ROWS, _SILU_MUL_ROWS = range(1, 3)
 
 
-def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
+def add_norm(
+    x: Tensor | None, residual: Tensor, norm: Norm | None, after: Norm | None = None
+) -> Tensor:
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
 
-    x, residual [rows, hidden]
+    Without a norm it returns the residual itself. x, residual [rows, hidden]
     """
+    if norm is None:
+        return fused_torch.add_norm(x, residual, norm, after)
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     rows = None if x is None else x.contiguous().numpy()
     if rows is not None and after is not None:
@@ -56,6 +61,13 @@ def add_norm_into(
         _norm(x, after.weight, after.eps, x)
     run = _add_norm_parallel if residual.size >= _PARALLEL_ELEMENTS else _add_norm
     run(x, residual, norm.weight, norm.eps, out)
+
+
+def norm_add_into(x: Array, residual: Array, after: NormArrays | None) -> None:
+    """residual += after(x); x is overwritten."""
+    if after is not None:
+        _norm(x, after.weight, after.eps, x)
+    residual += x
 
 
 def add_norm_epilogue(residual: Array, norm: NormArrays, out: Array) -> Epilogue:

@@ -16,23 +16,29 @@ from loramux.kernels.ops import KVTarget, Norm, Rotation
 _HEADS_PER_PROGRAM = 16
 
 
-def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
+def add_norm(
+    x: Tensor | None, residual: Tensor, norm: Norm | None, after: Norm | None = None
+) -> Tensor:
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
+
+    Without a norm it returns the residual itself.
 
     x, residual [rows, hidden]; rows of x may be strided
     x may be split-K partial sums, contiguous float32 [splits, rows, hidden]: reduced and rounded
     """
+    if x is None and norm is None:
+        return residual
     num_rows, size = residual.shape
-    out = torch.empty_like(residual)
+    out = residual if norm is None else torch.empty_like(residual)
     _add_norm[(num_rows,)](
         x,
         residual,
-        norm.weight,
+        None if norm is None else norm.weight,
         None if after is None else after.weight,
         out,
         size if x is None else x.stride(-2),
-        norm.eps,
-        norm.eps if after is None else after.eps,
+        0.0 if norm is None else norm.eps,
+        0.0 if after is None else after.eps,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         PARTS=1 if x is None or x.ndim == 2 else len(x),
@@ -42,10 +48,23 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
     return out
 
 
-def rotation(
-    positions: Tensor, frequencies: Tensor, signs: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    """cos * factor and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
+def norm_columns(x: Tensor, norm: Norm) -> None:
+    """Norms each row of x [rows, size] in place; rows may be strided."""
+    num_rows, size = x.shape
+    _norm_columns[(num_rows,)](
+        x,
+        norm.weight,
+        x.stride(0),
+        norm.eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=4 if size <= 2048 else 8,
+        **pdl_options(x.device.type),
+    )
+
+
+def rotation(positions: Tensor, frequencies: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """cos * |signs| and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
 
     positions [rows] int32   frequencies, signs [head_dim] float32
     """
@@ -57,7 +76,6 @@ def rotation(
         signs,
         cos,
         sin,
-        factor,
         SIZE=head_dim,
         BLOCK=triton.next_power_of_2(head_dim),
         num_warps=1,
@@ -164,7 +182,8 @@ def _add_norm(  # noqa: PLR0913
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if x_ptr is None:
         # The kernel ahead may have written it.
         pdl_wait_and_launch(PDL)
@@ -182,8 +201,28 @@ def _add_norm(  # noqa: PLR0913
         stored = (total + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, stored, mask=inside)
         total = stored.to(tl.float32)
-    normed = scaled(total, weight, eps, SIZE)
-    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    if weight_ptr is not None:
+        normed = scaled(total, weight, eps, SIZE)
+        tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_columns(  # noqa: PLR0913
+    x_ptr,
+    weight_ptr,
+    stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    at = x_ptr + tl.program_id(0).to(tl.int64) * stride + column
+    pdl_wait_and_launch(PDL)
+    x = tl.load(at, mask=inside, other=0.0)
+    tl.store(at, scaled(x.to(tl.float32), weight, eps, SIZE).to(x.dtype), mask=inside)
 
 
 @triton.jit
@@ -193,7 +232,6 @@ def _rotation(  # noqa: PLR0913
     signs_ptr,
     cos_ptr,
     sin_ptr,
-    factor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -206,7 +244,7 @@ def _rotation(  # noqa: PLR0913
     pdl_wait_and_launch(PDL)
     angle = tl.load(positions_ptr + row).to(tl.float32) * frequency
     at = row * SIZE + column
-    tl.store(cos_ptr + at, tl.cos(angle) * factor, mask=inside)
+    tl.store(cos_ptr + at, tl.cos(angle) * tl.abs(sign), mask=inside)
     tl.store(sin_ptr + at, tl.sin(angle) * sign, mask=inside)
 
 

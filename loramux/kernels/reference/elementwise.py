@@ -9,8 +9,12 @@ from torch import Tensor
 from loramux.kernels.ops import KVTarget, Norm, Rotation
 
 
-def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
+def add_norm(
+    x: Tensor | None, residual: Tensor, norm: Norm | None, after: Norm | None = None
+) -> Tensor:
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
+
+    Without a norm it returns the residual itself.
 
     x, residual [rows, hidden]
     x may be split-K partial sums, float32 [splits, rows, hidden]: reduced and rounded
@@ -21,18 +25,23 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
         if after is not None:
             x = _norm(x.float(), after).to(x.dtype)
         residual.copy_(x.float() + residual.float())
+    if norm is None:
+        return residual
     return _norm(residual.float(), norm).to(residual.dtype)
 
 
-def rotation(
-    positions: Tensor, frequencies: Tensor, signs: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    """cos * factor and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
+def norm_columns(x: Tensor, norm: Norm) -> None:
+    """Norms each row of x [rows, size] in place; rows may be strided."""
+    x.copy_(_norm(x.float(), norm))
+
+
+def rotation(positions: Tensor, frequencies: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """cos * |signs| and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
 
     positions [rows] int32   frequencies, signs [head_dim] float32
     """
     angles = positions.float()[:, None] * frequencies
-    return angles.cos() * factor, angles.sin() * signs
+    return angles.cos() * signs.abs(), angles.sin() * signs
 
 
 def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:

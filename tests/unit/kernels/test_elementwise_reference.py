@@ -73,7 +73,7 @@ def test_rotate_write_rotates_and_stores_as_the_decoder_does(has_norm: bool) -> 
     expected = torch.zeros(4, 2 * 2 * 4 * 2 * dim)
     plan.write_kv(expected, 1, qk[:, num_heads:], qkv[:, -2:])
 
-    cos, sin = fused_torch.rotation(positions.int(), rotary.frequencies, rotary.signs, 1.0)
+    cos, sin = fused_torch.rotation(positions.int(), rotary.frequencies, rotary.signs)
     norm = Norm(head_norm.weight, 1e-6) if has_norm else None
     slots = torch.tensor([3 * 4 + 2, 3 * 4 + 3, 4, 5, 6], dtype=torch.int32)
     target = KVTarget(torch.zeros_like(expected), slots, LAYOUT, 1)

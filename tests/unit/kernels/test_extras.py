@@ -16,8 +16,8 @@ from loramux.adapters.packed.extras import EMBEDDING, HEAD, MODEL_LEVEL
 from loramux.kernels.gpu.extras import ops  # noqa: E402
 from loramux.kernels.gpu.extras.tables import (
     ATTENTION_NORM,
+    MATRICES_PER_LAYER,
     MLP_NORM,
-    PROJECTIONS,
     VECTORS_PER_LAYER,
     ReplacedOutputs,
 )
@@ -97,7 +97,7 @@ def test_weights_replace_projections(
         weight = world.values["weights"][1, name, WEIGHT].double()
         value = x[own].double() @ weight.t()
         expected[own, start:stop] = value if bias is None else value + bias[start:stop].double()
-    linear = ReplacedOutputs(len(PROJECTIONS), SITES[0].out_features, bias)
+    linear = ReplacedOutputs(MATRICES_PER_LAYER, SITES[0].out_features, bias)
     kernels.replace_outputs(world.tables(selections), y, x, linear)
     limit = LIMITS[dtype]
     torch.testing.assert_close(y.double(), expected, atol=limit, rtol=limit)

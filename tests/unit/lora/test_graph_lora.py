@@ -15,7 +15,7 @@ from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode, LoraPath
 from loramux.lora.segmented import DeviceDirectory, LoraDevice, SegmentedWork, decode_work
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FUSED_LINEARS, FusedLinear
+from loramux.types.model import LINEARS, FusedLinear
 from loramux.types.request import Selection
 from tests.lora_factory import (
     AUGMENTED,
@@ -216,4 +216,4 @@ def test_a_model_of_attention_sites_only_has_no_attention_mode() -> None:
 
 def test_attention_sites_are_fused_linears() -> None:
     """Catches a renamed site, with which no step would have the attention mode."""
-    assert set(ATTENTION_SITES) < set(FUSED_LINEARS)
+    assert set(ATTENTION_SITES) < set(LINEARS)

@@ -16,6 +16,7 @@ from tests.memory_factory import InlineExecutor
 from tests.model_factory import tiny_transformers_model
 
 FAMILIES = ["llama", "llama31", "mistral", "qwen2", "qwen3", "smollm2", "gemma2", "gemma3"]
+FAMILIES += ["phi3", "granite", "smollm3", "olmo2", "glm4", "ministral"]
 
 
 def sample_row(**params: object) -> SampleRow:

@@ -17,6 +17,7 @@ from tests.model_factory import tiny_transformers_model
 pytest.importorskip("triton", reason="no Triton on this machine")
 
 OP_FAMILIES = ["llama31", "qwen2", "qwen3", "gemma2", "gemma3"]
+OP_FAMILIES += ["phi4_mini", "granite", "smollm3", "olmo2", "glm4"]
 
 
 @pytest.mark.parametrize("family", OP_FAMILIES)

@@ -22,6 +22,7 @@ from tests.unit.lora.test_merge import build, source_of
 pytest.importorskip("numba", reason="no numba on this machine")
 
 OP_FAMILIES = ["llama31", "qwen2", "qwen3", "gemma2", "gemma3"]
+OP_FAMILIES += ["phi4_mini", "granite", "smollm3", "olmo2", "glm4"]
 
 
 @pytest.mark.parametrize("family", OP_FAMILIES)

@@ -16,7 +16,7 @@ from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry
 from loramux.adapters.peft.types.matching import MODULE_PREFIX, Expected, Shape, match_entries
 from loramux.errors import AdapterRefused
-from loramux.types.model import BaseModelInfo, FusedLinear, TargetModule
+from loramux.types.model import PROJECTION_PLACES, BaseModelInfo, FusedLinear, TargetModule
 
 REPLACES_WEIGHTS = "it replaces whole weights of the base, which cannot be added up"
 
@@ -81,7 +81,11 @@ class LinearRule(ABC):
 
 
 def column_place(base: BaseModelInfo, projection: str, kind: ExtraKind) -> VectorPlace:
-    """Returns the output columns of a projection."""
+    """Returns the output columns of a projection, which may be a half of gate_up_proj."""
+    linear, number = PROJECTION_PLACES[projection]
+    whole = next(fused for fused in base.fused_linears if fused.name == linear)
+    if projection not in whole.projections:
+        return VectorPlace(whole, number * whole.out_features[0] // 2, kind)
     fused = next(fused for fused in base.fused_linears if projection in fused.projections)
     starts = accumulate(fused.out_features, initial=0)
     start = dict(zip(fused.projections, starts, strict=False))[projection]

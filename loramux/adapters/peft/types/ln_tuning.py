@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.adapters.packed.extras import (
-    ATTENTION_NORM,
-    FINAL_NORM,
-    MLP_NORM,
-    MODEL_LEVEL,
-    ExtraKind,
-    ExtraSpec,
-)
+from loramux.adapters.packed.extras import ExtraKind, ExtraSpec
 from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry
+from loramux.adapters.peft.saved_modules import norm_paths
 from loramux.adapters.peft.targets import targeted_paths
 from loramux.adapters.peft.types.configs import LnTuningConfig
 from loramux.adapters.peft.types.linear import check_finite, no_effect
@@ -31,8 +25,6 @@ from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
 
 PART = "ln_tuning_layers.weight"
-# They have a norm after attention too, and store the weight minus 1.
-SANDWICHED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ class NormPlan:
             norms=self.norms,
             used=tuple(found[name] for name in expected),
             width=self.base.hidden_size,
-            stored_offset=1.0 if self.base.architecture in SANDWICHED else 0.0,
+            stored_offset=1.0 if self.base.norm_plus_one else 0.0,
         )
 
 
@@ -128,14 +120,4 @@ def plan_norms(config: LnTuningConfig, base: BaseModelInfo) -> NormPlan:
 
 
 def norms_of(base: BaseModelInfo) -> tuple[Norm, ...]:
-    is_sandwiched = base.architecture in SANDWICHED
-    before_mlp = "pre_feedforward_layernorm" if is_sandwiched else "post_attention_layernorm"
-    names = {"input_layernorm": ATTENTION_NORM, before_mlp: MLP_NORM}
-    return (
-        *(
-            Norm(f"model.layers.{layer}.{name}", layer, known)
-            for layer in range(base.num_layers)
-            for name, known in names.items()
-        ),
-        Norm("model.norm", MODEL_LEVEL, FINAL_NORM),
-    )
+    return tuple(Norm(path, layer, name) for path, (layer, name) in norm_paths(base).items())

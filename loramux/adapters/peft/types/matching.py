@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loramux.adapters.peft.config import ALL_LINEAR, TargetFields
+from loramux.adapters.peft.names import text_tensor_name
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME, TensorEntry
-from loramux.adapters.peft.targets import abbreviate, check_abbreviation, targeted_paths
+from loramux.adapters.peft.targets import (
+    abbreviate,
+    check_abbreviation,
+    spelled_path,
+    targeted_paths,
+)
 from loramux.adapters.peft.tensors import LAYER_NUMBER, OTHER_BASE_FIX
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo, TargetModule
@@ -59,10 +65,12 @@ def linear_targets(config: TargetFields, base: BaseModelInfo) -> tuple[TargetMod
             "supported.",
             fix="Train the adapter on the attention and MLP layers only.",
         )
-    wanted = targeted_paths(config, [target.path for target in base.targets])
-    if not wanted:
-        raise no_targets(config)
-    return tuple(target for target in base.targets if target.path in wanted)
+    for prefix in base.path_prefixes:
+        spelled = {spelled_path(target.path, prefix): target for target in base.targets}
+        wanted = targeted_paths(config, list(spelled))
+        if wanted:
+            return tuple(target for path, target in spelled.items() if path in wanted)
+    raise no_targets(config)
 
 
 def no_targets(config: TargetFields) -> AdapterRefused:
@@ -80,7 +88,10 @@ def match_entries(
     """Returns the tensor of each expected name; every tensor of the file must be expected."""
     found: dict[str, TensorEntry] = {}
     for entry in entries:
-        name = ADAPTER_NAME.sub("", entry.name)
+        text_name = text_tensor_name(entry.name)
+        if text_name is None:  # Text does not pass through the image encoder.
+            continue
+        name = ADAPTER_NAME.sub("", text_name)
         if other := found.get(name):
             raise AdapterRefused(
                 RefusalCode.DUPLICATE_TENSORS,

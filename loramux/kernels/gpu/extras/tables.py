@@ -14,20 +14,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels.gpu.lora.work_list import WorkListFull
-from loramux.types.model import FUSED_LINEARS
+from loramux.types.model import LINEARS, PROJECTION_PLACES
 
 Ints = NDArray[np.int32]
 
 # Vectors of a layer: of its fused linears in their order, then of its norms; the final norm's
 # follow those of all layers. A vector has (address of the gain, address of the bias) in units of
 # ALIGN_ELEMENTS, or NO_VECTOR.
-NUM_LINEARS = len(FUSED_LINEARS)
+NUM_LINEARS = len(LINEARS)
 ATTENTION_NORM, MLP_NORM = NUM_LINEARS, NUM_LINEARS + 1
 VECTORS_PER_LAYER = NUM_LINEARS + 2
 VECTOR_WORDS = 2
 NO_VECTOR = -1
-# Matrices of a layer: of its projections in their order; those of the model follow all layers.
-PROJECTIONS = tuple(name for names in FUSED_LINEARS.values() for name in names)
+# Matrices of a layer: MATRICES_PER_LINEAR of each linear, for its projections in their order; those
+# of the model follow all layers.
+MATRICES_PER_LINEAR = 1 + max(number for _, number in PROJECTION_PLACES.values())
+MATRICES_PER_LAYER = MATRICES_PER_LINEAR * len(LINEARS)
+MATRIX_OF = {
+    name: LINEARS.index(linear) * MATRICES_PER_LINEAR + number
+    for name, (linear, number) in PROJECTION_PLACES.items()
+}
+"""Number of each projection's matrix within its layer."""
 EMBED_WEIGHT, EMBED_ROWS, EMBED_A, EMBED_B = range(4)
 HEAD_WEIGHT, HEAD_ROWS, HEAD_A, HEAD_B, HEAD_GAIN, HEAD_BIAS = range(4, 10)
 NUM_MODEL_MATRICES = 10
