@@ -8,6 +8,7 @@ import torch
 
 from loramux.adapters.packed.extras import ExtraKind
 from loramux.adapters.peft.patterns import first_matches
+from loramux.adapters.peft.targets import spelled_path
 from loramux.adapters.peft.types.configs import BeftConfig, Ia3Config
 from loramux.adapters.peft.types.linear import (
     LinearRule,
@@ -31,9 +32,11 @@ class Ia3Rule(LinearRule):
 
     def __init__(self, config: Ia3Config, targets: Targets, base: BaseModelInfo) -> None:
         self._base = base
-        self._feedforward = feedforward_paths(
-            config.feedforward_modules, [target.path for target in targets]
-        )
+        self._feedforward: set[str] = set()
+        for prefix in base.path_prefixes:
+            spelled = {spelled_path(target.path, prefix): target.path for target in targets}
+            found = feedforward_paths(config.feedforward_modules, list(spelled))
+            self._feedforward |= {spelled[path] for path in found}
 
     def shapes(self, target: TargetModule) -> Mapping[str, Shape]:
         if target.path in self._feedforward:
