@@ -44,7 +44,7 @@ class GpuLinear:
     layer: int
     index: int
     """QKV, OUT, GATE_UP or DOWN"""
-    fuses: bool
+    fuses: bool = True
     """Whether the kernels of the op that follows the linear can add its LoRA."""
 
     @classmethod

@@ -30,7 +30,8 @@ def test_shapes_equal_those_of_the_decoder(family: str) -> None:
     assert info.num_parameters == sum(p.numel() for p in decoder.parameters())
     geometry = PagedLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=4)
     assert 4 * info.kv_token_elements == geometry.page_elements
-    assert {p.name: p.out_features for p in info.projections}["k_proj"] == config.kv_size
+    qkv = next(linear for linear in info.fused_linears if linear.name == "qkv")
+    assert sum(qkv.out_features) == config.q_size + 2 * config.kv_size
 
 
 def test_a_config_alone_is_enough(tmp_path: Path) -> None:
