@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 WORD_BITS = 32
-_WHITESPACE = {"compact": r"[\x20\x0A]", "any": r"[\x20\x0A\x0D\x09]{1,64}"}
+_ANY_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# A space elsewhere is one more choice at every part, in which a small model may go on for ever.
+_COMPACT = {"key_separator": ":[ \n]?", "item_separator": ",[ \n]?"}
 """Bounded: a model that writes spaces for ever would otherwise never end."""
 _ONE_OF_MARK = "coerce_one_of"
 _ONE_OF = (
@@ -82,10 +84,12 @@ def schema_options(grammar: Grammar) -> dict[str, bool | str]:
         chosen |= {"lenient": True, "coerce_one_of": True}
     if options.whitespace_pattern is not None:
         chosen["whitespace_pattern"] = options.whitespace_pattern
-    elif options.whitespace == "none":
-        chosen["whitespace_flexible"] = False
+    elif options.whitespace == "any":
+        chosen["whitespace_pattern"] = _ANY_WHITESPACE
     else:
-        chosen["whitespace_pattern"] = _WHITESPACE[options.whitespace]
+        chosen["whitespace_flexible"] = False
+        if options.whitespace == "compact":
+            chosen |= _COMPACT
     return chosen
 
 

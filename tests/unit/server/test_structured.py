@@ -131,10 +131,17 @@ def test_every_constraint_takes_the_whitespace_of_the_body() -> None:
 
 SPACED = (
     '{"a":1}',
-    '{ "a": 1 }',
-    '{\n"a"\n:\n1\n}',
+    '{"a": 1}',
+    '{"a":\n1}',
 )
-LOOSE = ('{  "a":1}', '{\n  "a": 1\n}', '{"a":\t1}', '{"a":1' + " " * 64 + "}")
+LOOSE = (
+    '{ "a": 1 }',
+    '{"a" :1}',
+    '{"a":  1}',
+    '{\n  "a": 1\n}',
+    '{"a":\t1}',
+    '{"a":1' + " " * 64 + "}",
+)
 
 
 @pytest.mark.parametrize(
