@@ -79,6 +79,8 @@ class ImageForm:
     format: ImageFormat = "png"
     compression: int = 100
     """Quality of JPEG and WebP, 0 to 100."""
+    texts: tuple[tuple[str, str], ...] = ()
+    """Keys and texts that a finished PNG carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

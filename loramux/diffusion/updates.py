@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -91,7 +92,9 @@ def _message(event: ImageEvent, form: ImageForm) -> Message:
 
 
 def _update(event: ImageEvent, form: ImageForm) -> ImageUpdate:
-    partial = None if event.preview is None else encode_image(to_bytes(event.preview), form)
+    partial = None
+    if event.preview is not None:
+        partial = encode_image(to_bytes(event.preview), replace(form, texts=()))
     finished = None
     if event.pixels is not None and event.facts is not None:
         finished = _finished(event.pixels, event.facts, form)

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import msgspec
@@ -22,6 +22,7 @@ from loramux.server.adapter_sources import AdapterSources
 from loramux.server.caller import Caller, known_caller
 from loramux.server.context import HostContext
 from loramux.server.generation import resubmitting
+from loramux.server.images.infotext import PARAMETERS_KEY, RECEIPT_KEY, TypedWords, infotext
 from loramux.server.images.names import Chosen, ImageNames
 from loramux.server.names import Selected
 from loramux.server.quotas import Admission
@@ -122,6 +123,8 @@ class Drawing:
     """Gets the headers of the answer: the receipt, its adapters and limits."""
     draft: ImageDraft | None = None
     """The receipt; None: one is made here."""
+    typed: TypedWords | None = None
+    """The prompts in A1111's syntax, if the client wrote it."""
     on_update: Callable[[ImageUpdate], None] | None = None
     """Called with each update of each image."""
     images: list[FinishedImage] = field(default_factory=list)
@@ -169,6 +172,12 @@ class Drawing:
     def warnings(self) -> list[str]:
         """The warnings of the finished images, each once."""
         return list(dict.fromkeys(text for image in self.images for text in image.warnings))
+
+    def infotext(self, request: ImageRequest) -> str:
+        """Return A1111's description of an image."""
+        context = self.context
+        card, model = context.backend.card, context.names.base_names[0]
+        return infotext(card, model, request, self.chosen, self.typed)
 
     def receipt(self) -> Receipt | None:
         """Returns the receipt of the finished images; None if receipts are off."""
@@ -226,9 +235,8 @@ class Drawing:
         began_s = last_s = time.monotonic()
         tokens, continued = self._tokens(request), 0
         outcome = FinishReason.ABORT
-        submitted = resubmitting(
-            lambda: backend.submit(request, self.form), names, request.selection
-        )
+        form = self._form(request)
+        submitted = resubmitting(lambda: backend.submit(request, form), names, request.selection)
         try:
             async with aclosing(submitted) as updates:
                 async for update in updates:
@@ -261,6 +269,12 @@ class Drawing:
             raise
         finally:
             metrics.ended(outcome)
+
+    def _form(self, request: ImageRequest) -> ImageForm:
+        texts = [(PARAMETERS_KEY, self.infotext(request))]
+        if self.context.receipts.is_on:
+            texts.append((RECEIPT_KEY, self._draft.id))
+        return replace(self.form, texts=tuple(texts))
 
     def _counted(self) -> list[CountedAdapter]:
         """Returns the counters of the adapters that change the image, with this image counted."""

@@ -17,6 +17,7 @@ from loramux.image_backend import ImageCard, ImageForm, ImageUpdate
 from loramux.server.caller import Caller, caller_of
 from loramux.server.images.choice import choose
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft
+from loramux.server.images.infotext import TypedWords, model_hash
 from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.sdapi_words import (
@@ -97,6 +98,7 @@ async def make_drawing(
         form=ImageForm(),
         http=http,
         draft=draft,
+        typed=TypedWords(body.prompt, body.negative_prompt or ""),
     )
     return SdAsked(drawing, prompt, body.negative_prompt or "")
 
@@ -157,16 +159,7 @@ def info_of(context: ImageContext, body: SdDrawing, asked: SdAsked) -> dict[str,
     model = context.names.base_names[0]
     sampler = body.sampler_name or body.sampler_index or "Euler"
     scale = DEFAULT_CFG_SCALE if body.cfg_scale is None else body.cfg_scale
-    digest = context.backend.card.digest.rpartition(":")[2][:10]
     negative = asked.negative_prompt
-    texts = [
-        f"{body.prompt}\n"
-        + (f"Negative prompt: {negative}\n" if negative else "")
-        + f"Steps: {first.steps}, Sampler: {sampler}, CFG scale: {scale:g}, Seed: {seed}, "
-        f"Size: {first.width}x{first.height}, Model hash: {digest}, Model: {model}"
-        + ("" if first.source is None else f", Denoising strength: {first.source.strength:g}")
-        for seed in seeds
-    ]
     receipt = asked.drawing.receipt()
     return {
         "prompt": body.prompt,
@@ -187,7 +180,7 @@ def info_of(context: ImageContext, body: SdDrawing, asked: SdAsked) -> dict[str,
         "restore_faces": False,
         "face_restoration_model": None,
         "sd_model_name": model,
-        "sd_model_hash": digest,
+        "sd_model_hash": model_hash(context.backend.card),
         "seed_resize_from_w": -1,
         "seed_resize_from_h": -1,
         "denoising_strength": None if first.source is None else first.source.strength,
@@ -195,7 +188,7 @@ def info_of(context: ImageContext, body: SdDrawing, asked: SdAsked) -> dict[str,
             "Lora weights": {one.text: one.weight for one in asked.drawing.chosen}
         },
         "index_of_first_image": 0,
-        "infotexts": texts,
+        "infotexts": [asked.drawing.infotext(one) for one in requests],
         "styles": [],
         "job_timestamp": time.strftime("%Y%m%d%H%M%S", time.gmtime()),
         "clip_skip": 1,

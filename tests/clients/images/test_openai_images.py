@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from tests.clients.live import Live
+from tests.image_files import pixel_bytes
 
 CLIENT = "openai"
 shows = pytest.mark.shows
@@ -25,7 +26,7 @@ def client(images: Live) -> Any:
 def drawn(reply: Any) -> bytes:
     data = base64.b64decode(reply.data[0].b64_json)
     assert data.startswith(b"\x89PNG")
-    return data
+    return pixel_bytes(data)
 
 
 @shows("images", "adapters", "stream")
@@ -37,7 +38,7 @@ def test_images_are_drawn_and_streamed(client: OpenAI) -> None:
     events = list(client.images.generate(**asked, stream=True, partial_images=1, extra_body=SMALL))
     kinds = [event.type for event in events]
     assert kinds == ["image_generation.partial_image", "image_generation.completed"]
-    assert base64.b64decode(events[-1].b64_json) == ink
+    assert pixel_bytes(events[-1].b64_json) == ink
 
 
 @shows("images", "adapters", "stream")
@@ -55,7 +56,7 @@ def test_images_are_edited(client: OpenAI, photo_file: bytes) -> None:
         client.images.edit(image=photo_file, prompt="a hill", stream=True, extra_body=more)
     )
     assert [event.type for event in events] == ["image_edit.completed"]
-    assert base64.b64decode(events[0].b64_json) == plain
+    assert pixel_bytes(events[0].b64_json) == plain
 
 
 @shows("errors")

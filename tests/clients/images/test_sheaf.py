@@ -21,6 +21,7 @@ from sheaf.api.diffusion import DiffusionRequest, DiffusionResponse
 from sheaf.client import AsyncSheafClient, SheafClient, SheafError, ValidationError
 
 from tests.clients.live import Live, image_server
+from tests.image_files import pixel_bytes
 
 CLIENT = "sheaf-serve"
 shows = pytest.mark.shows
@@ -73,7 +74,7 @@ def test_the_sync_client_predicts_with_each_selection(server: Live) -> None:
             assert (answer.height, answer.width, answer.seed) == (64, 64, 1)
             assert base64.b64decode(answer.image_b64).startswith(PNG)
             assert used(answer.metadata) == wanted
-            pictures.add(answer.image_b64)
+            pictures.add(pixel_bytes(answer.image_b64))
         assert len(pictures) == 4
 
 
@@ -90,7 +91,7 @@ def test_the_async_client_predicts_and_streams(server: Live) -> None:
         ("progress", step) for step in (1, 2, 3)
     ]
     assert events[-1]["type"] == "result" and events[-1]["done"] is True
-    assert events[-1]["image_b64"] == answer.image_b64
+    assert pixel_bytes(events[-1]["image_b64"]) == pixel_bytes(answer.image_b64)
 
 
 @shows("errors")

@@ -39,6 +39,7 @@ from tests.image_factory import (
     make_pipeline,
     request_for,
 )
+from tests.image_files import pixel_bytes, texts_of
 from tests.image_server import image_client, save_adapters
 from tests.stock_pipeline import StockPipeline
 from tests.unit.server.asgi_client import post
@@ -124,7 +125,7 @@ def test_the_default_the_base_and_named_adapters(server, stock):
         assert reply.status_code == 200, reply.text
         text = reply.json()["data"][0]["b64_json"]
         assert is_same(text, stock("a red hill", 7, *selection)), fields
-        seen.append(text)
+        seen.append(pixel_bytes(text))
     assert len(set(seen)) == len(seen)
 
 
@@ -146,10 +147,42 @@ def test_a_reply_has_usage_and_a_receipt(server):
     assert first["pixel_digest"] == second["pixel_digest"]
 
 
+def test_a_png_says_how_it_was_drawn_and_by_which_receipt(server):
+    """A1111's API draws the same pixels from the text; the receipt is found by its id."""
+    chosen = {"adapters": ["ink", "night"], "adapter_weights": [0.5, -0.4]}
+    fields = {
+        "prompt": "a (red) hill \u0394",
+        "negative_prompt": "fog, [blue]",
+        "guidance_scale": 3.5,
+    }
+    asked = fields | {"true_cfg_scale": 2.0, "max_sequence_length": 512, "n": 2} | chosen
+    replied = generate(server, **asked)
+    reply = replied.json()
+    first, second = (texts_of(one["b64_json"]) for one in reply["data"])
+    prompt, negative, facts = first["parameters"].split("\n")
+    assert prompt == "a \\(red\\) hill \u0394 <lora:ink:0.5> <lora:night:-0.4>"
+    assert negative == r"Negative prompt: fog, \[blue\]"
+    model_hash = server.engine.card.digest.removeprefix("sha256:")[:10]
+    assert facts.startswith(
+        "Steps: 3, Sampler: Euler, CFG scale: 2, Distilled CFG Scale: 3.5, Seed: 7, Size: 32x32, "
+        f'Model hash: {model_hash}, Model: flux, Lora weights: "ink: 0.5, night: -0.4", Version: '
+    )
+    assert second["parameters"] == first["parameters"].replace("Seed: 7", "Seed: 8")
+    found = {one["loramux-receipt"] for one in (first, second)}
+    assert found == {reply["serving"]["id"]}
+    body = {"prompt": prompt, "negative_prompt": negative.removeprefix("Negative prompt: ")}
+    body |= {"steps": 3, "seed": 7, "cfg_scale": 2, "distilled_cfg_scale": 3.5}
+    again = server.post("/sdapi/v1/txt2img", json=body | {"width": 32, "height": 32}).json()
+    assert is_same(again["images"][0], pixels_of(reply["data"][0]["b64_json"]))
+    assert texts_of(again["images"][0])["parameters"] == first["parameters"]
+    assert json.loads(again["info"])["infotexts"] == [first["parameters"]]
+
+
 @pytest.mark.parametrize(("kind", "start"), [("jpeg", b"\xff\xd8"), ("webp", b"RIFF")])
 def test_other_encodings(server, kind, start):
     reply = generate(server, output_format=kind, output_compression=80).json()
     assert base64.b64decode(reply["data"][0]["b64_json"]).startswith(start)
+    assert texts_of(reply["data"][0]["b64_json"]) == {}
     assert reply["output_format"] == kind
 
 
@@ -183,6 +216,7 @@ def test_a_stream_has_partial_images(server, stock):
     kinds = [one["type"].removeprefix("image_generation.") for one in events]
     assert kinds == ["partial_image", "partial_image", "completed"]
     assert [one["partial_image_index"] for one in events[:2]] == [0, 1]
+    assert [len(texts_of(one["b64_json"])) for one in events] == [0, 0, 2]
     final = pixels_of(events[-1]["b64_json"])
     assert is_same(events[-1]["b64_json"], stock("a red hill", 7, ("ink", 0.8), steps=6))
     distances = [float(np.abs(pixels_of(one["b64_json"]) - final).mean()) for one in events]
@@ -233,8 +267,11 @@ def test_bad_requests_are_refused(server, fields, status, text):
 
 
 def test_fields_that_mean_nothing_here_are_ignored(server):
-    plain = generate(server).json()["data"]
-    assert generate(server, metadata={"a": 1}, adapter=None, store=True).json()["data"] == plain
+    plain, other = (
+        generate(server, **fields).json()["data"][0]["b64_json"]
+        for fields in ({}, {"metadata": {"a": 1}, "adapter": None, "store": True})
+    )
+    assert pixel_bytes(other) == pixel_bytes(plain)
 
 
 def test_a_load_of_a_missing_file_is_not_found(server, tmp_path):

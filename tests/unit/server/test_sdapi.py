@@ -34,6 +34,7 @@ from tests.image_factory import (
     picture_file,
     request_for,
 )
+from tests.image_files import pixel_bytes, texts_of
 from tests.image_server import image_client, save_adapters
 from tests.stock_pipeline import StockPipeline
 from tests.unit.server.asgi_client import post as asgi_post
@@ -82,6 +83,10 @@ def drawn(server, name="txt2img", **fields):
     return reply.json()
 
 
+def pixels_of(reply):
+    return [pixel_bytes(one) for one in reply["images"]]
+
+
 def is_same(text: str, expected) -> bool:
     with Image.open(io.BytesIO(base64.b64decode(text))) as image:
         pixels = np.asarray(image).astype(np.float32) / 255
@@ -106,6 +111,8 @@ def test_tags_name_adapters(server, stock, prompt, selection):
     reply = drawn(server, prompt=prompt)
     assert is_same(reply["images"][0], stock(selection))
     info = json.loads(reply["info"])
+    assert [texts_of(one)["parameters"] for one in reply["images"]] == info["infotexts"]
+    assert info["infotexts"][0].startswith(f"{prompt}\nSteps: 3, Sampler: Euler, CFG scale: 7, ")
     assert info["prompt"] == reply["parameters"]["prompt"] == prompt
     assert (info["seed"], info["all_seeds"]) == (7, [7])
     assert "Seed: 7, Size: 32x32" in info["infotexts"][0]
@@ -141,15 +148,15 @@ def test_several_images_have_seeds_in_a_row(server):
     info = json.loads(reply["info"])
     assert info["all_seeds"] == [7, 8, 9, 10]
     assert len(info["infotexts"]) == len(info["all_prompts"]) == 4
-    assert drawn(server, seed=9)["images"] == reply["images"][2:3]
+    assert pixels_of(drawn(server, seed=9)) == pixels_of(reply)[2:3]
     assert drawn(server, send_images=False)["images"] == []
 
 
 def test_a_random_seed_is_reported(server):
     first, second = (drawn(server, seed=-1) for _ in range(2))
     seed = json.loads(first["info"])["seed"]
-    assert seed >= 0 and first["images"] != second["images"]
-    assert drawn(server, seed=seed)["images"] == first["images"]
+    assert seed >= 0 and pixels_of(first) != pixels_of(second)
+    assert pixels_of(drawn(server, seed=seed)) == pixels_of(first)
 
 
 def test_images_begin_with_an_image(server, stock):
@@ -165,7 +172,7 @@ def test_images_begin_with_an_image(server, stock):
     assert is_same(reply["images"][0], stock(steps=4, source=source))
     left = file_of(Image.open(io.BytesIO(mask_file())).transpose(Image.Transpose.ROTATE_180))
     inverted = masked | {"mask": encoded(left), "inpainting_mask_invert": 1}
-    assert drawn(server, "img2img", **image, **inverted)["images"] == reply["images"]
+    assert pixels_of(drawn(server, "img2img", **image, **inverted)) == pixels_of(reply)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +254,7 @@ def test_other_images_are_refused(server, fields, text):
 
 
 def test_fields_that_change_nothing_are_accepted(server):
-    plain = drawn(server)["images"]
+    plain = pixels_of(drawn(server))
     harmless: dict[str, Any] = {
         "enable_hr": False,
         "hr_scale": 2,
@@ -267,7 +274,7 @@ def test_fields_that_change_nothing_are_accepted(server):
         "scheduler": "automatic",
         "save_images": False,
     }
-    assert drawn(server, **harmless)["images"] == plain
+    assert pixels_of(drawn(server, **harmless)) == plain
 
 
 def test_lists_of_models_adapters_and_samplers(server):
