@@ -239,8 +239,10 @@ class Tokenizer:
         except MemoryError:
             raise
         except expected as error:
+            # An error of the system names paths of this machine.
+            reason = error.strerror if isinstance(error, OSError) else str(error)
             raise InvalidRequest(
-                f"The chat template of this model refused the messages: {str(error)[:1000]}",
+                f"The chat template of this model refused the messages: {str(reason)[:1000]}",
                 param="messages",
             ) from error
         return str(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
@@ -20,24 +19,19 @@ from tests.registry_scene import Scene
 
 OPERATOR = "operator-key"
 MAX_GROWTH_MIB = 50
-FAST = ("power", "long text", "escape", "replace", "split", "added tokens", "nested json")
 # What every tokenizer and every template meets.
 TEXT = "a" * 64 + "b" + "x" * 64
 
 
-@pytest.mark.parametrize(
-    "names", [FAST, pytest.param(tuple(HOSTILE), marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_hostile_tokenizers_of_a_tenant_leave_others_alone(
-    tmp_path: Path, names: Sequence[str]
-) -> None:
+def test_hostile_tokenizers_of_a_tenant_leave_others_alone(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.make_adapter("plain", seed=1)
-    for number, name in enumerate(names):
+    for number, edit in enumerate(HOSTILE.values()):
         folder = scene.adapters / f"h{number}"
         shutil.copytree(scene.adapters / "plain", folder)
-        make_hostile(folder, tmp_path / "model", HOSTILE[name])
+        make_hostile(folder, tmp_path / "model", edit)
     with Registry(tmp_path / "registry.db") as registry:
         rights = KeyRights(tenant="mallory", scopes=frozenset(KeyScope))
         key = registry.access.create_key(rights).text
@@ -49,7 +43,7 @@ def test_hostile_tokenizers_of_a_tenant_leave_others_alone(
             assert answer(client, "mallory/plain")[0] == 200
             before, seen = rss_mib(server.process.pid), Seen()
             with asking_version(server, seen):
-                refused = {name: attack(client, number) for number, name in enumerate(names)}
+                refused = {name: attack(client, number) for number, name in enumerate(HOSTILE)}
             wrong = {name: found for name, found in refused.items() if not is_refusal(*found)}
             assert not wrong
             assert answer(client, "mallory/plain")[0] == 200
@@ -67,7 +61,8 @@ def push(client: httpx2.Client, name: str) -> httpx2.Response:
 
 
 def is_refusal(status: int, text: str) -> bool:
-    return 400 <= status < 500 and len(json.loads(text)["error"]["message"]) > 20
+    message = json.loads(text).get("error", {}).get("message", "")
+    return 400 <= status < 500 and len(message) > 20 and "Errno" not in message
 
 
 def attack(client: httpx2.Client, number: int) -> tuple[int, str]:

@@ -29,6 +29,7 @@ from loramux.adapters.peft.tokenizer_files import (
 from loramux.engine.adapter_text.description import NAMED_TOKENS, Description
 from loramux.engine.adapter_text.limits import (
     MAX_ADDED_TOKENS,
+    MAX_SETTINGS,
     MAX_TEMPLATE_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
     MIB,
@@ -37,6 +38,7 @@ from loramux.engine.adapter_text.limits import (
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import AdapterRefused
 
+_MAX_ID = 2**31
 # Tokens that are decoded together where two decoders are compared.
 _RUN = 64
 _FIX = (
@@ -124,6 +126,8 @@ def read_adapter(
             fix="Send the request again to use the new files.",
         )
     settings = _decode_object(own, SETTINGS_NAME)
+    if len(settings) > MAX_SETTINGS:
+        raise _too_large(f"{SETTINGS_NAME} has {len(settings)} fields; {MAX_SETTINGS} are allowed.")
     templates = _templates(own, settings)
     special = _special_tokens(own, settings)
     made = base.tokenizer
@@ -376,7 +380,10 @@ def _added_tokens(settings: Settings) -> dict[str, int]:
     if not isinstance(listed, dict):
         raise _broken("added_tokens_decoder is not an object.")
     try:
-        return {_token_text(value, "a token"): int(number) for number, value in listed.items()}
+        found = {_token_text(value, "a token"): int(number) for number, value in listed.items()}
+        if not all(0 <= number < _MAX_ID for number in found.values()):
+            raise ValueError("an id is negative or too large")
+        return found
     except ValueError as error:
         raise _broken("added_tokens_decoder has a key that is not a token id.") from error
 

@@ -7,6 +7,7 @@ milliseconds and shares that memory. It sees no file of an adapter itself.
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from loramux.engine.adapter_text.child import serve
 from loramux.engine.adapter_text.files import Base
+from loramux.errors import InvalidRequest
 
 _COMMAND_BYTES = 64
 
@@ -65,11 +67,13 @@ def _end(pid: int, scratch: Path) -> int:
 
 
 def _import_lazily_loaded(base: Base) -> None:
-    """Renders a template, because processes may open no modules later."""
+    """Renders templates, one of which fails, because processes may open no modules later."""
     template = "{{ messages | tojson }}{{ strftime_now('%d') }}{{ tools }}"
     messages = [{"role": "user", "content": "a"}]
     arguments = {"tools": [{"type": "function"}], "add_generation_prompt": True}
     base.tokenizer.render(messages, arguments, choose=lambda: template)
+    with contextlib.suppress(InvalidRequest):
+        base.tokenizer.render(messages, {}, choose=lambda: "{{ lipsum() }}{{ 1 // 0 }}")
     array.array("I", base.tokenizer.encode("a", add_special_tokens=False))
 
 

@@ -14,6 +14,8 @@ MAX_PROMPT_TOKENS = 2**20
 MAX_RENDERED_CHARACTERS = 2**24
 MAX_ADDED_TOKENS = 2**14
 MAX_TOKEN_CHARACTERS = 256
+MAX_SETTINGS = 2**10
+"""Fields of a tokenizer_config.json; the library makes each an attribute."""
 MAX_TEMPLATE_CHARACTERS = 2**18
 """Characters of all chat templates of an adapter together."""
 MAX_FRAME_BYTES = 8 * MIB
