@@ -227,6 +227,36 @@ def test_sigterm_lets_what_runs_end_and_exits_with_zero(folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
+def test_after_sigterm_new_requests_are_sent_elsewhere_while_what_runs_ends(
+    folder: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(folder / "model"), "--served-model-name", "base"]
+    with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
+
+        async def run() -> list[str]:
+            async with httpx2.AsyncClient(base_url=running.url, timeout=60) as client:
+                body = {"model": "base", "prompt": "The", "max_tokens": 480, "ignore_eos": True}
+                begun = asyncio.Event()
+                reading = read_events(client, {**body, "stream": True, "n": 8}, begun)
+                stream = asyncio.create_task(reading)
+                await begun.wait()
+                running.process.send_signal(signal.SIGTERM)
+                health = await client.get("/health")
+                while health.status_code == 200:
+                    health = await client.get("/health")
+                assert health.json()["status"] == "draining"
+                refused = await client.post("/v1/completions", json=body)
+                assert not stream.done()
+                assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+                assert "shutting down" in refused.json()["error"]["message"]
+                assert (await client.get("/version")).status_code == 200
+                return await stream
+
+        assert asyncio.run(run())[-1] == "[DONE]"
+        assert running.process.wait(60) == 0
+
+
+@pytest.mark.slow
 def test_sigterm_ends_what_takes_too_long_with_an_error_event(folder: Path, tmp_path: Path) -> None:
     flags = ["--model", str(folder / "model"), "--served-model-name", "base", "--drain-s", "0"]
     with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
