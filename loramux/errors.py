@@ -175,6 +175,10 @@ class SourceFailed(LoramuxError):
         self.retry_after_s = retry_after_s
 
 
+class SourceChanged(SourceFailed):
+    """The file changed since it was found, so its partial data is useless."""
+
+
 def suggest(word: str, known: Sequence[str]) -> str:
     """A sentence for an error message that names the valid values nearest to a misspelt one."""
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)

@@ -20,7 +20,7 @@ from loramux.adapters.loading import AdapterRules, FolderLoader, LoadedAdapter
 from loramux.adapters.packed.extras import EMBEDDING, num_tokens_of
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.peft.doctor import Report, examine
-from loramux.adapters.peft.folder import open_folder
+from loramux.adapters.peft.folder import open_folder, refusing_os_errors
 from loramux.adapters.peft.inspection import InspectedAdapter
 from loramux.adapters.peft.tokenizer_files import digest_of_files
 from loramux.adapters.workers import CALLING_THREAD, Workers
@@ -284,7 +284,7 @@ def _encode(folder: str, signature: Signature, values: VerifiedValues) -> bytes:
 
 def _signature(folder: Path) -> Signature:
     files = []
-    with os.scandir(folder) as entries:
+    with refusing_os_errors(folder), os.scandir(folder) as entries:
         for entry in entries:
             # Links that lead nowhere are refused by the inspection, if they are needed.
             with suppress(OSError):

@@ -121,7 +121,7 @@ WHEN = {
     403: "The server, or its credentials, may not read the source.",
     404: "No such model, adapter or receipt.",
     408: "The request's `timeout` expired before its last token.",
-    409: "The name is already in use, or another writer was first.",
+    409: "The name is already in use, or another writer was first, also of the files of a source.",
     413: "The body is larger than the limit.",
     415: "The Content-Type is not JSON.",
     422: "The adapter cannot be used.",

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loramux.errors import InvalidRequest, SourceFailed, StoreFull
+from loramux.errors import InvalidRequest, SourceChanged, SourceFailed, StoreFull
 from loramux.sources.config import FetchLimits
 from loramux.sources.content import HEAD_BYTES, check_start
-from loramux.sources.origins.base import Origin, RemoteFile, SourceChanged
+from loramux.sources.origins.base import Origin, RemoteFile
 from loramux.sources.refusals import too_large
 from loramux.sources.retry import Backoff, Deadline
 

@@ -13,11 +13,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loramux.errors import LoramuxError, SourceFailed, SourceNotFound
+from loramux.errors import LoramuxError, SourceChanged, SourceFailed, SourceNotFound
 from loramux.sources.config import FetchLimits, SourceConfig, scrub_error
 from loramux.sources.content import check_file, check_sizes, max_bytes_of
 from loramux.sources.download import Download, Meter, Progress, Staging, is_still_at
-from loramux.sources.origins.base import Origin, RemoteFile, SourceChanged, find_adapter
+from loramux.sources.origins.base import Origin, RemoteFile, find_adapter
 from loramux.sources.origins.bucket import ObjectOrigin
 from loramux.sources.origins.http import HttpOrigin
 from loramux.sources.origins.hub import HubOrigin

@@ -21,6 +21,7 @@ from loramux.adapters.images.refusals import refuse_unserved
 from loramux.adapters.peft.config import (
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
+    require_config,
 )
 from loramux.adapters.peft.folder import find_file, open_folder, refusing_os_errors
 from loramux.adapters.peft.refusals import RefusalCode, name_some
@@ -80,9 +81,9 @@ def stage_folder(
     # Checked before the weights are copied: most refusals need only the config and the header.
     read_adapter_config(source)
     weights = find_weights(source)
-    check_size(weights, limits)
+    size = check_size(weights, limits)
     check_header(weights)
-    sink.begin("Storing", weights.stat().st_size)
+    sink.begin("Storing", size)
     config_file = copy_config(source, staging)
     config = read_adapter_config(staging)
     weights_file, _ = copy_weights(weights, staging / WEIGHTS_NAME, limits, sink)
@@ -107,9 +108,9 @@ def stage_image(
     inside = find_file(weights.parent, weights.name)
     if inside is None:
         raise AdapterNotFound(f"There is no file at {weights}.")
-    check_size(inside, limits)
+    size = check_size(inside, limits)
     check_header(inside)
-    sink.begin("Storing", inside.stat().st_size)
+    sink.begin("Storing", size)
     config, config_file = None, None
     if config_path is not None:
         config_file = copy_config(config_path.parent, staging)
@@ -144,8 +145,7 @@ def check_image_tensors(entries: Sequence[TensorEntry]) -> None:
 
 
 def copy_config(source: Path, staging: Path) -> FileDigest:
-    path = find_file(source, CONFIG_NAME)
-    assert path is not None, "read_adapter_config has found it"
+    path = require_config(source)
     with refusing_os_errors(path):
         return copy_hashed(path, staging / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
 
@@ -180,10 +180,12 @@ def check_header(weights: Path, *, with_values: bool = False) -> tuple[TensorEnt
     return entries
 
 
-def check_size(weights: Path, limits: StoreLimits) -> None:
+def check_size(weights: Path, limits: StoreLimits) -> int:
     with refusing_os_errors(weights):
-        if weights.stat().st_size > limits.max_file_bytes:
-            raise too_large(WEIGHTS_NAME, limits.max_file_bytes)
+        size = weights.stat().st_size
+    if size > limits.max_file_bytes:
+        raise too_large(WEIGHTS_NAME, limits.max_file_bytes)
+    return size
 
 
 def check_total(record: Record, limits: StoreLimits) -> None:

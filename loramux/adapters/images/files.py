@@ -29,7 +29,7 @@ def is_image_adapter(place: Path) -> bool:
     if place.is_file():
         return place.suffix == SUFFIX
     is_peft = any((place / name).exists() for name in (CONFIG_NAME, WEIGHTS_NAME))
-    return not is_peft and any(place.glob(f"*{SUFFIX}"))
+    return not is_peft and bool(_image_files(place))
 
 
 def find_image_file(place: Path) -> tuple[Path, Path | None]:
@@ -50,10 +50,18 @@ def find_image_file(place: Path) -> tuple[Path, Path | None]:
         return place / WEIGHTS_NAME, config
     if (place / DIFFUSERS_NAME).exists():
         return place / DIFFUSERS_NAME, None
-    files = sorted(place.glob(f"*{SUFFIX}"))
+    files = _image_files(place)
     if len(files) == 1:
         return files[0], None
     raise ambiguous(str(place), [file.name for file in files])
+
+
+def _image_files(folder: Path) -> list[Path]:
+    """Returns the files by name; none if the folder is gone meanwhile."""
+    try:
+        return sorted(folder.glob(f"*{SUFFIX}"))
+    except OSError:
+        return []
 
 
 def ambiguous(place: str, names: list[str]) -> AdapterRefused:

@@ -122,7 +122,7 @@ def read_config(folder: Path) -> PeftLoraConfig:
     return parse_config(decode_json(read_config_bytes(folder)))
 
 
-def read_config_bytes(folder: Path) -> bytes:
+def require_config(folder: Path) -> Path:
     path = find_file(folder, CONFIG_NAME)
     if path is None:
         raise AdapterRefused(
@@ -130,6 +130,11 @@ def read_config_bytes(folder: Path) -> bytes:
             f"The folder has no {CONFIG_NAME}.",
             fix="Give the folder that PEFT's save_pretrained wrote.",
         )
+    return path
+
+
+def read_config_bytes(folder: Path) -> bytes:
+    path = require_config(folder)
     with refusing_os_errors(path), open_real(path) as file:
         return file.read(MAX_CONFIG_BYTES + 1)
 

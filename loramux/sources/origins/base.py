@@ -12,7 +12,7 @@ from loramux.adapters.images.files import DIFFUSERS_NAME
 from loramux.adapters.peft.config import CONFIG_NAME
 from loramux.adapters.peft.safetensors import PICKLE_NAMES, WEIGHTS_NAME
 from loramux.adapters.peft.tokenizer_files import MAIN_NAMES, MAX_BYTES
-from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
+from loramux.errors import SourceChanged, SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.refusals import SourceCode, pickle_refused
 from loramux.sources.source_id import WEIGHTS_SUFFIX, SourceId
 
@@ -66,10 +66,6 @@ class Origin(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class SourceChanged(SourceFailed):
-    """The file changed since it was found, so its partial data is useless."""
 
 
 def changed(path: str) -> SourceChanged:

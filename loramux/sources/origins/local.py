@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from loramux.sources.source_id import SourceId
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Non-blocking, because opening a named pipe would block.
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def find_under_roots(path: Path, roots: Sequence[Path]) -> tuple[Path, Path]:
@@ -139,6 +141,10 @@ def reading(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _GONE:
+            raise SourceNotFound(
+                f"{name} cannot be read: {error.strerror}. It was removed or replaced meanwhile."
+            ) from None
         raise SourceFailed(
             f"{name} cannot be read: {error.strerror}. Check that this server's user may read it.",
             is_temporary=False,

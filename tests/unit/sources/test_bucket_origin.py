@@ -14,6 +14,7 @@ import pytest
 from loramux.adapters.images.files import DIFFUSERS_NAME
 from loramux.errors import (
     LoramuxError,
+    SourceChanged,
     SourceFailed,
     SourceForbidden,
     SourceNotFound,
@@ -29,7 +30,7 @@ from loramux.sources.config import (
 )
 from loramux.sources.fetch import Fetched, Fetcher
 from loramux.sources.origins import bucket
-from loramux.sources.origins.base import Checksum, SourceChanged
+from loramux.sources.origins.base import Checksum
 from loramux.sources.origins.bucket import (
     ObjectOrigin,
     generic_error,

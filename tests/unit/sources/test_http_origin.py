@@ -10,9 +10,15 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
+from loramux.errors import (
+    SourceChanged,
+    SourceFailed,
+    SourceForbidden,
+    SourceNotFound,
+    SourceRefused,
+)
 from loramux.sources.config import FetchLimits, HttpConfig, Secret, SourceConfig
-from loramux.sources.origins.base import Checksum, RemoteFile, SourceChanged
+from loramux.sources.origins.base import Checksum, RemoteFile
 from loramux.sources.origins.http import (
     MAX_REDIRECTS,
     GuardedClient,

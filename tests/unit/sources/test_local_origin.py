@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
-from loramux.sources.origins.base import SourceChanged
+from loramux.errors import SourceChanged, SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.origins.local import LocalOrigin, find_under_roots, open_under_root
 from loramux.sources.source_id import SourceId, SourceKind
 
@@ -63,7 +62,7 @@ def test_a_file_replaced_by_a_link_to_a_secret_is_not_read(
     assert file is not None
     (tmp_path / "root" / "pirate" / "file").unlink()
     (tmp_path / "root" / "pirate" / "file").symlink_to(tmp_path / "secret")
-    with pytest.raises(SourceFailed, match="cannot be read"), origin.read(file, 0, 10):
+    with pytest.raises(SourceNotFound, match="cannot be read"), origin.read(file, 0, 10):
         pass
 
 
