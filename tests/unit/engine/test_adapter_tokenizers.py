@@ -226,6 +226,14 @@ def write_huge(folder: Path) -> None:
             write("tokenizer_config.json", '{"added_tokens_decoder": {"x": "a"}}'),
             "broken_tokenizer",
         ),
+        (
+            write("tokenizer_config.json", '{"added_tokens_decoder": {"9999999999": "a"}}'),
+            "broken_tokenizer",
+        ),
+        (
+            write("tokenizer_config.json", json.dumps({str(name): 1 for name in range(1025)})),
+            "tokenizer_too_large",
+        ),
         (write("tokenizer_config.json", '{"extra_special_tokens": 1}'), "broken_tokenizer"),
         (link_outside, "link_outside"),
         (write_huge, "tokenizer_too_large"),
@@ -273,7 +281,7 @@ def test_a_hostile_template_refuses_the_messages_only(
     (adapter / "chat_template.jinja").write_text(template)
     with pytest.raises(InvalidRequest) as refused:
         chat(llm, adapter)
-    assert refused.value.param == "messages"
+    assert refused.value.param == "messages" and "open files" not in str(refused.value)
     assert llm.generate("a", lora_request=lora(adapter), use_tqdm=False)
 
 
