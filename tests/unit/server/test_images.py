@@ -173,7 +173,9 @@ def test_a_png_says_how_it_was_drawn_and_by_which_receipt(server):
     body = {"prompt": prompt, "negative_prompt": negative.removeprefix("Negative prompt: ")}
     body |= {"steps": 3, "seed": 7, "cfg_scale": 2, "distilled_cfg_scale": 3.5}
     again = server.post("/sdapi/v1/txt2img", json=body | {"width": 32, "height": 32}).json()
-    assert is_same(again["images"][0], pixels_of(reply["data"][0]["b64_json"]))
+    # The first was drawn in one batch with the second.
+    off = np.abs(pixels_of(again["images"][0]) - pixels_of(reply["data"][0]["b64_json"])).max()
+    assert off <= 1 / 255 + 1e-4
     assert texts_of(again["images"][0])["parameters"] == first["parameters"]
     assert json.loads(again["info"])["infotexts"] == [first["parameters"]]
 
