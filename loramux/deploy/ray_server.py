@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,15 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from loramux.deploy.serve_config import ENGINE, ENGINES, FRONT, changes, serve_config
+from loramux.deploy.serve_config import (
+    ENGINE,
+    ENGINES,
+    FRONT,
+    changes,
+    only_spec,
+    placed,
+    serve_config,
+)
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.specs import ModelSpec
 
@@ -91,15 +99,19 @@ class ModelServer:
 
     def __init__(
         self,
-        spec: ModelSpec | list[ModelSpec],
+        models: ModelSpec | Sequence[ModelSpec],
         *,
+        host: str | None = None,
+        port: int | None = None,
         on_progress: OnProgress = lambda line: None,
     ) -> None:
-        """`on_progress`: gets a line each time something changes."""
-        specs = spec if isinstance(spec, list) else [spec]
-        if len(specs) != 1:
-            raise InvalidRequest(f"One deployment has one model, got {len(specs)} specs.")
-        self._spec = specs[0]
+        """Take one spec, alone or in a list as loramux.specs.ModelServer does.
+
+        `host`, `port`: of the router, in place of `fleet.front_host` and `fleet.front_port`;
+        `on_progress`: gets a line each time something changes.
+        """
+        self._host, self._port = host, port
+        self._spec = placed(only_spec(models), host, port)
         self._on_progress = on_progress
 
     @property
@@ -123,6 +135,7 @@ class ModelServer:
         Adapters, pins, limits and the number of replicas change in place; the model and settings
         by a rolling update. Raises DeployFailed; the spec of before is then deployed again.
         """
+        spec = placed(spec, self._host, self._port)
         before = deployed_config()
         if before is None:
             raise DeployFailed("Nothing is deployed on this cluster: run it first.")

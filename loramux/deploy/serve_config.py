@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loramux.config.serve import SETTINGS
+from loramux.errors import InvalidRequest
 from loramux.specs import FleetConfig, LoRAConfig, ModelSpec, ScalingConfig
 
 ENGINES, FRONT = "engines", "front"
@@ -27,6 +29,28 @@ _FRONT_DRAIN_S = 300
 _FRONT_CPUS = 0.1
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2, 30
 _METRICS_PERIOD_S, _LOOK_BACK_S = 1, 3
+
+
+def only_spec(models: ModelSpec | Sequence[ModelSpec]) -> ModelSpec:
+    """Return the model of a deployment; raise InvalidRequest for several."""
+    specs = [models] if isinstance(models, ModelSpec) else list(models)
+    if len(specs) != 1:
+        raise InvalidRequest(
+            f"A deployment has one model, got {len(specs)} specs: the cluster's Serve belongs to "
+            "it. Give each model a cluster.",
+            param="models",
+        )
+    return specs[0]
+
+
+def placed(spec: ModelSpec, host: str | None, port: int | None) -> ModelSpec:
+    """Return the spec with its router on a host and port; None: those of the spec."""
+    fleet = spec.fleet
+    host = fleet.front_host if host is None else host
+    port = fleet.front_port if port is None else port
+    # Ray's proxy takes the router's place where the router takes the proxy's.
+    proxy = fleet.front_port if port == fleet.proxy_port else fleet.proxy_port
+    return replace(spec, fleet=replace(fleet, front_host=host, front_port=port, proxy_port=proxy))
 
 
 def serve_config(spec: ModelSpec) -> dict[str, Any]:

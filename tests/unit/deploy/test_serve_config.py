@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from loramux.deploy.ray_scaling import replicas_by_load
-from loramux.deploy.serve_config import changes, serve_config
+from loramux.deploy.serve_config import changes, only_spec, placed, serve_config
+from loramux.errors import InvalidRequest
 from loramux.specs import (
     FleetConfig,
     LoRAAdapter,
@@ -49,6 +50,18 @@ def test_replicas_have_the_resources_and_stop_after_their_streams() -> None:
     # The server waits 60 s for streams; Ray must wait for longer.
     assert engine["graceful_shutdown_timeout_s"] > 60
     assert engine["user_config"]["adapters"]["a"] == {"source": "/a", "pinned": False}
+
+
+def test_the_constructor_of_sheaf_places_the_router() -> None:
+    assert only_spec([SPEC]) is only_spec(SPEC) is SPEC
+    with pytest.raises(InvalidRequest, match="one model, got 2 specs"):
+        only_spec([SPEC, IMAGES])
+    fleet = placed(SPEC, "0.0.0.0", 9000).fleet
+    assert (fleet.front_host, fleet.front_port, fleet.proxy_port) == ("0.0.0.0", 9000, 8000)
+    # sheaf's port is that of Ray's proxy by default.
+    fleet = placed(SPEC, None, 8000).fleet
+    assert (fleet.front_host, fleet.front_port, fleet.proxy_port) == ("127.0.0.1", 8000, 8080)
+    assert placed(SPEC, None, None) == SPEC
 
 
 def test_engines_and_router_are_applications_of_their_own() -> None:
