@@ -264,7 +264,7 @@ FILES = [
         "oversized_header",
         with_bytes(lambda content: struct.pack("<Q", 2**40) + content[8:]),
     ),
-    Broken("sparse", "too_large", sparse),
+    Broken("sparse", "broken_safetensors", sparse),
     Broken("no_bytes", "truncated", with_bytes(lambda _: b"")),
     Broken("header_cut_short", "truncated", with_bytes(lambda content: content[:50])),
     Broken("data_cut_short", "truncated", with_bytes(lambda content: content[:-1])),

@@ -465,8 +465,8 @@ def with_parts(pipe: Any) -> tuple[ImageAdapter, ...]:
             biased,
             "factors",
             lambda p: Kronecker(
-                rand(len(p.b) // 2 + 1, 2),
-                rand(2, p.a.shape[1] // 2, *p.a.shape[2:]) * 0.2,
+                rand(len(p.b) // 2 + 1, 1 + (p.a.shape[1] % 2 == 0)),
+                rand(2, p.a.shape[1] // (1 + (p.a.shape[1] % 2 == 0)), *p.a.shape[2:]) * 0.2,
                 num_rows=len(p.b),
                 skip=1,
                 bias=rand(len(p.b)),

@@ -243,6 +243,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     tiers: tuple[TierInfo, ...] = ()
     modality: str = "text"
+    kernels: str | None = None
+    """The kernels of a language model's next step: numba, cpu (torch's operations) or triton."""
     image: EngineInfo | None = None
     """The engine of the image model beside that of the language model."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -182,9 +182,11 @@ class BaseModelInfo:
         return PagedLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens)
 
 
-def fuse_projections(projections: Sequence[Projection]) -> tuple[FusedLinear, ...]:
+def fuse_projections(projections: Iterable[Projection]) -> tuple[FusedLinear, ...]:
     """The fused linears of a decoder layer that has these projections."""
-    members = {name: [p for p in projections if p.linear == name] for name in LINEARS}
+    members: dict[str, list[Projection]] = {name: [] for name in LINEARS}
+    for projection in projections:
+        members[projection.linear].append(projection)
     return tuple(
         FusedLinear(
             name=name,

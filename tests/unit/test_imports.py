@@ -62,8 +62,8 @@ ALL_THAT_A_BARE_GPU_MACHINE_RUNS = """
 import importlib, importlib.util, pkgutil, loramux
 
 EXTRAS = (
-    "cli client compose deploy diffusion image_launch launch metrics receipts registry router "
-    "server sources specs store"
+    "cli client compose deploy diffusion http_server image_launch launch metrics receipts "
+    "registry router server sources specs store"
 ).split()
 COMPILERS = {"gpu": "triton", "cpu_jit": "numba"}
 for module in pkgutil.walk_packages(loramux.__path__, "loramux."):

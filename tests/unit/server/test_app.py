@@ -33,6 +33,7 @@ ROUTES = {
     ("GET", "/v1/stats"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/fim/completions"),
     ("POST", "/classify"),
     ("POST", "/pooling"),
     ("POST", "/rerank"),

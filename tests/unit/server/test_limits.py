@@ -67,6 +67,8 @@ OF_IMAGES["/v1/images/edits"] = {"prompt": "a fox", "image": PICTURE}
 OF_IMAGES["/sdapi/v1/txt2img"] = {"prompt": "a fox", "width": 64, "height": 64}
 OF_IMAGES["/sdapi/v1/img2img"] = OF_IMAGES["/sdapi/v1/txt2img"] | {"init_images": [PICTURE]}
 OF_IMAGES["/tiny-flux/stream"] = OF_IMAGES["/tiny-flux/predict"]
+# Completions of models whose tokenizer has FIM tokens; see test_fim.
+OF_FIM = {"/infill", "/v1/fim/completions"}
 OF_TOKENS = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
 
@@ -107,7 +109,7 @@ def test_every_route_that_generates_is_in_these_tables() -> None:
     }
     posts = {path for path in posts if not path.startswith("GET ")}
     images = {path.replace("/tiny-flux/", "/{name}/") for path in OF_IMAGES}
-    assert posts == {*OF_TEXT, *OF_VECTORS, *OF_CLASSES, *OF_TOKENS, *images}
+    assert posts == {*OF_TEXT, *OF_FIM, *OF_VECTORS, *OF_CLASSES, *OF_TOKENS, *images}
 
 
 def check_refused(answer: httpx2.Response, limit: str) -> None:

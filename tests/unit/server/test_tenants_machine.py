@@ -30,6 +30,9 @@ FOR_OPERATORS = sorted(route for route, one in ROUTE_ACCESS.items() if one.is_fo
 # They need a classification head, a receipt, or a key for receipts, or name a file of the page.
 NOT_ANSWERED = {
     "POST /classify",
+    # The tokenizer here has no FIM tokens.
+    "POST /infill",
+    "POST /v1/fim/completions",
     "GET /v1/receipts/{receipt_id}",
     "GET /v1/receipts/key",
     "GET /ui/{path:path}",
