@@ -6,11 +6,13 @@ Only this module and `gpus.py` use torch.cuda.
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -198,8 +200,21 @@ class GraphMaker:
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        )
+        with _paused_collections(), capture:
             work()
         return graph.replay
+
+
+@contextmanager
+def _paused_collections() -> Iterator[None]:
+    """Pause garbage collection: one that frees another graph would invalidate a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
