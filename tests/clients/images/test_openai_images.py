@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from tests.clients.live import Live
-from tests.image_files import pixel_bytes
+from tests.image_pixels import pixel_bytes
 
 CLIENT = "openai"
 shows = pytest.mark.shows

@@ -21,7 +21,7 @@ from sheaf.api.diffusion import DiffusionRequest, DiffusionResponse
 from sheaf.client import AsyncSheafClient, SheafClient, SheafError, ValidationError
 
 from tests.clients.live import Live, image_server
-from tests.image_files import pixel_bytes
+from tests.image_pixels import pixel_bytes
 
 CLIENT = "sheaf-serve"
 shows = pytest.mark.shows

@@ -23,7 +23,7 @@ from tests.image_factory import (
     picture_file,
     request_for,
 )
-from tests.image_files import pixel_bytes
+from tests.image_pixels import pixel_bytes
 from tests.image_server import image_client, save_adapters
 from tests.stock_pipeline import StockPipeline
 
