@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from loramux.engine.engine import Engine
+from loramux.lora.graph_lora import LoraMode
 from loramux.runner.gemm.dispatch import GemmDispatcher
-from loramux.runner.gpu_runner import GpuRunner
+from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow
@@ -48,6 +50,24 @@ def device_engine(
         engine = make_engine(model, folder, loads=InlineExecutor(), clock=Clock(), **settings)
     assert isinstance(engine.executor, GpuRunner)
     return engine, engine.executor
+
+
+def runner_with(runner: GpuRunner, limits: BatchLimits, **ops: Any) -> GpuRunner:
+    """A second runner over the weights, pages and adapters of another, with other kernels."""
+    return GpuRunner(
+        decoder=runner._decoder._decoder,
+        pool=runner._pool,
+        directory=runner.directory,
+        kernels=replace(runner._kernels, **ops),
+        limits=limits,
+    )
+
+
+def last_launch(runner: GpuRunner) -> tuple[str, LoraMode, dict[int, Tensor]]:
+    """The kind and mode of the graph of the last step, and its logits by sequence."""
+    (launch,) = runner.trace()
+    assert launch.kind is not None and launch.key is not None, "the step ran without a graph"
+    return launch.kind, launch.key[1], dict(launch.logits)
 
 
 def reference_engine(model: Any, folder: Path, **settings: Any) -> Engine:

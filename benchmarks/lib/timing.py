@@ -125,13 +125,14 @@ def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None
     runner: Any = engine.executor
     if not getattr(runner, "is_gpu", False):
         return None
-    graphs = runner._decode_graphs
+    graphs = runner.decode_graphs
     size = min((size for size, _ in graphs.keys if size >= batch), default=None)
     if size is None:
         return None
     # The last step's work list is still on the device.
-    assert (graphs.last_mode != BASE_MODE) is has_lora
-    replay = graphs.graphs.get((size, graphs.last_mode))
+    _, mode = graphs.last_key
+    assert (mode != BASE_MODE) is has_lora
+    replay = graphs.graphs.get((size, mode))
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(_NUM_REPLAYS):

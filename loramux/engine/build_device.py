@@ -98,7 +98,7 @@ def compile_kernels(plan: GpuPlan, device: torch.device, progress: Progress | No
         pool = plan.make_pool(_pages_of_step(plan), device)
         runner = plan.make_runner(pool, plan.make_directory(pool))
         with collecting_kernels(compiler.submit):
-            runner.trace(_fitting_steps(plan, pool.num_pages))
+            runner.dry_run(_fitting_steps(plan, pool.num_pages))
         errors = compiler.wait(report)
     del runner, pool
     release_cached(device)

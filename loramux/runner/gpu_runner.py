@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from loramux.runner.batch import (
     build_batch,
     prompt_logprobs_of,
 )
+from loramux.runner.captured_graphs import CapturedGraphs, Launch
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, is_decode
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import (
@@ -56,34 +57,13 @@ from loramux.runner.pooling import HiddenRows, pool
 from loramux.runner.prefill_graphs import PrefillGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
-from loramux.runner.step_graphs import Key, StepGraphs
+from loramux.runner.step_graphs import Key
 from loramux.types.request import Selection, TokenLogprob
-from loramux.types.step import BeforeChoice, InFlightStep, SampleRow, StepPlan, StepResult
+from loramux.types.step import BeforeChoice, Chunk, InFlightStep, SampleRow, StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
+AnyGraphs = CapturedGraphs[Any]
 _log = logging.getLogger(__name__)
-
-
-class CapturedGraphs(Protocol):
-    """The graphs of one kind of step: with prefill, or decode alone."""
-
-    @property
-    def graphs(self) -> StepGraphs: ...
-
-    @property
-    def keys(self) -> list[Key]: ...
-
-    @property
-    def largest(self) -> list[Key]: ...
-
-    def capture(self, key: Key) -> None: ...
-
-    def trace(self, key: Key) -> None: ...
-
-    @property
-    def first_logits(self) -> DeviceLogits:
-        """The first row of logits."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +108,7 @@ class GpuRunner:
         decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.supports_pdl)
         rows = prefill_graph_work(lora, limits.max_batch_tokens, use_pdl=kernels.supports_pdl)
         self._augmented = augmented_work(decodes, self._decoder.appended, kernels.augmented)
-        self._decode_graphs = DecodeGraphs(
+        self.decode_graphs = DecodeGraphs(
             self._decoder,
             kernels,
             GraphLora(decodes, self._augmented),
@@ -136,8 +116,8 @@ class GpuRunner:
             pool.device,
             self._extras,
         )
-        self._token_buffer = self._decode_graphs.token_buffer
-        self._prefill_graphs = PrefillGraphs(
+        self._token_buffer = self.decode_graphs.token_buffer
+        self.prefill_graphs = PrefillGraphs(
             self._decoder,
             kernels,
             GraphLora(rows, None if self._augmented is None else self._augmented.over(rows)),
@@ -148,10 +128,11 @@ class GpuRunner:
             max_pages=limits.max_pages,
             extras=self._extras,
         )
-        self._graph_kinds: tuple[CapturedGraphs, ...] = (self._decode_graphs, self._prefill_graphs)
-        self._todo: list[tuple[CapturedGraphs, Key]] | None = None
+        self._graph_kinds: tuple[AnyGraphs, ...] = (self.decode_graphs, self.prefill_graphs)
+        self._todo: list[tuple[AnyGraphs, Key]] | None = None
         self._can_capture = True
         self._last: InFlightStep | None = None
+        self._launches: list[tuple[AnyGraphs | None, Sequence[Chunk]]] = []
         # Most tokens of one launch; halved when a step runs out of memory.
         self._max_tokens = limits.max_batch_tokens
 
@@ -178,7 +159,7 @@ class GpuRunner:
     def capture(self, progress: Progress | None = None) -> None:
         """Capture all graphs; without it `prepare_next` captures them one by one."""
         # Prefill first: its largest graph takes the most memory, which the others reuse.
-        kinds: tuple[CapturedGraphs, ...] = (self._prefill_graphs, self._decode_graphs)
+        kinds: tuple[AnyGraphs, ...] = (self.prefill_graphs, self.decode_graphs)
         todo = [(graphs, key) for graphs in kinds for key in graphs.keys]
         self._capture(todo, progress)
 
@@ -187,12 +168,10 @@ class GpuRunner:
 
         They take nearly the memory of all graphs together.
         """
-        kinds: tuple[CapturedGraphs, ...] = (self._prefill_graphs, self._decode_graphs)
+        kinds: tuple[AnyGraphs, ...] = (self.prefill_graphs, self.decode_graphs)
         self._capture([(graphs, key) for graphs in kinds for key in graphs.largest], progress)
 
-    def _capture(
-        self, todo: Sequence[tuple[CapturedGraphs, Key]], progress: Progress | None
-    ) -> None:
+    def _capture(self, todo: Sequence[tuple[AnyGraphs, Key]], progress: Progress | None) -> None:
         if self._augmented is not None:
             self._augmented.warm_up()
         for number, (graphs, key) in enumerate(todo):
@@ -234,7 +213,7 @@ class GpuRunner:
             _log.warning("no memory for more CUDA graphs: %s", error)
         return self._can_capture
 
-    def _next_graph(self, *, only_wanted: bool) -> tuple[CapturedGraphs, Key] | None:
+    def _next_graph(self, *, only_wanted: bool) -> tuple[AnyGraphs, Key] | None:
         for graphs in self._graph_kinds:
             if (wanted := graphs.graphs.wanted) is not None:
                 return graphs, wanted
@@ -253,7 +232,7 @@ class GpuRunner:
         return None
 
     @torch.inference_mode()
-    def trace(self, plans: Sequence[StepPlan]) -> None:
+    def dry_run(self, plans: Sequence[StepPlan]) -> None:
         """Launch the kernels of all graphs and of these steps once, over few layers.
 
         For a dry run that collects the kernels: what it computes is not used.
@@ -263,7 +242,7 @@ class GpuRunner:
         with self._decoder.distinct_layers():
             for graphs in self._graph_kinds:
                 for key in graphs.keys:
-                    graphs.trace(key)
+                    graphs.dry_run(key)
             self.warm_up(plans)
 
     @torch.inference_mode()
@@ -275,6 +254,13 @@ class GpuRunner:
         for graphs in self._graph_kinds:
             logits = graphs.first_logits
             logits.choose_masked(self._kernels.sampling, full_masks(logits.logits))
+
+    def trace(self) -> list[Launch]:
+        """Return the launches of the last step: one, or several if it was split for memory."""
+        return [
+            Launch(None, None, chunks) if graphs is None else graphs.describe_launch(chunks)
+            for graphs, chunks in self._launches
+        ]
 
     def can_run_ahead(self, plan: StepPlan) -> bool:
         """Return whether the plan can be launched before the last step's tokens are known.
@@ -290,6 +276,7 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
         """Launch a step; wait for the device only if the step cannot run ahead."""
+        self._launches = []
         step: InFlightStep | None = None
         if not plan.has_pooling and all(c.prompt_logprobs is None for c in plan.chunks):
             step = self._launch_graph(plan, before_choice)
@@ -327,13 +314,16 @@ class GpuRunner:
         rows = [chunk.sample for chunk in sampled if chunk.sample is not None]
         samples = sample_inputs(rows)
         try:
+            graphs: AnyGraphs = self.decode_graphs
             logits = None
             if all(is_decode(chunk) for chunk in chunks):
-                logits = self._decode_graphs.launch(chunks, samples)
+                logits = graphs.launch(chunks, samples)
             if logits is None:
-                logits = self._prefill_graphs.launch(chunks, samples)
+                graphs = self.prefill_graphs
+                logits = graphs.launch(chunks, samples)
             if logits is None:
                 return None
+            self._launches.append((graphs, chunks))
             self._apply_masks(logits, rows, samples, before_choice)
             step = self._token_buffer.publish([chunk.sequence_id for chunk in sampled])
             return self._finish(step, logits, rows, samples) if samples.others else step
@@ -415,6 +405,7 @@ class GpuRunner:
         self, plan: StepPlan, *, has_lora: bool, before_choice: BeforeChoice | None = None
     ) -> InFlightStep:
         batch, hidden = self._forward(plan, has_lora=has_lora)
+        self._launches.append((None, batch.chunks))
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
         failed: dict[int, str] = {}
         logprobs = self._prompt_logprobs(batch, hidden, failed)

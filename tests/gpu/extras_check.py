@@ -15,7 +15,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
+from tests.device_factory import runner_with
 from tests.extras_factory import (
     BIAS,
     EMBEDDING,
@@ -188,7 +188,7 @@ def check_engine() -> Section:
         total: Selection = (("dora", 0.5), ("ranks", -1.5), ("scales", 2.0))
         selections: list[Selection] = [*map(one, names), (), total, *map(one, names)]
         lease(engine, *selections, one("wide"))
-        oracle = reference_runner(engine, runner)
+        oracle = reference_runner(runner)
         for name, chosen in (("mixed", selections), ("added tokens", [one("wide"), (), total])):
             for step, error in engine_errors(engine, runner, oracle, chosen).items():
                 table.append({"batch": name, "dtype": dtype, "step": step, RELATIVE: error})
@@ -200,14 +200,9 @@ def check_engine() -> Section:
     return Section(title="Engine", rows=table, notes=(note,))
 
 
-def reference_runner(engine: Engine, runner: GpuRunner) -> GpuRunner:
-    return GpuRunner(
-        decoder=runner._decoder._decoder,
-        pool=engine.memory.pool,
-        directory=runner.directory,
-        kernels=replace(runner._kernels, extras=reference),
-        limits=BatchLimits(max_batch_tokens=256, max_sequences=16, max_pages=8),
-    )
+def reference_runner(runner: GpuRunner) -> GpuRunner:
+    limits = BatchLimits(max_batch_tokens=256, max_sequences=16, max_pages=8)
+    return runner_with(runner, limits, extras=reference)
 
 
 def engine_errors(
@@ -227,8 +222,8 @@ def engine_errors(
     )
     errors: dict[str, float] = {}
     for name, chunks, graphs in (
-        ("prefill", prefills, runner._prefill_graphs),
-        ("decode", decodes, runner._decode_graphs),
+        ("prefill", prefills, runner.prefill_graphs),
+        ("decode", decodes, runner.decode_graphs),
     ):
         plan = StepPlan(chunks)
         expected = {i: logits[-1] for i, logits in oracle.logits(plan).items()}
@@ -241,8 +236,8 @@ def engine_errors(
         assert max(best.values()) < 0.1, f"{name}: chosen tokens are not the best ones, {best}"
         if len(next(iter(expected.values()))) > vocab:
             continue
-        order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
-        found = {c.sequence_id: graphs._logits[place].float() for place, c in enumerate(order)}
+        (launch,) = runner.trace()
+        found = {sequence_id: logits.float() for sequence_id, logits in launch.logits.items()}
         assert any(mode.extras for _, mode in graphs.graphs.made), f"{name}: no graph was captured"
         errors[f"{name} graph"] = relative(found, expected)
     return errors
@@ -347,11 +342,11 @@ def graph_of(
     began = time.perf_counter()
     capture_wanted(runner)
     runner.run(plan)
-    mode = runner._decode_graphs.last_mode
+    ((_, mode),) = (launch.key for launch in runner.trace() if launch.key is not None)
     assert bool(mode.extras) == ("dora" in str(selection) or selection in (one("q"), one("head")))
     if (seconds := time.perf_counter() - began) > 1:
         print(f"{batch} rows, {mode}: captured in {seconds:.1f} s", flush=True)
-    replay = runner._decode_graphs.graphs.made[batch, mode]
+    replay = runner.decode_graphs.graphs.made[batch, mode]
 
     def prepare() -> None:
         runner.run(plan)

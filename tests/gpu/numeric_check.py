@@ -300,8 +300,8 @@ def recorded_logits(runner: GpuRunner) -> Iterator[list[tuple[str, Tensor]]]:
     """Record the logits of steps that run as a graph, with the graph's path."""
     seen: list[tuple[str, Tensor]] = []
     kinds: dict[str, Any] = {
-        "decode graph": runner._decode_graphs,
-        "prefill graph": runner._prefill_graphs,
+        "decode graph": runner.decode_graphs,
+        "prefill graph": runner.prefill_graphs,
     }
     for name, graphs in kinds.items():
         graphs.launch = _recorded(name, graphs, seen)

@@ -341,8 +341,8 @@ def check_traffic(
         finally:
             module.select_device_kernels = own
         runner: Any = engine.executor
-        check_graphs(runner._decode_graphs, runner._token_buffer, check, "decode")
-        check_graphs(runner._prefill_graphs, runner._token_buffer, check, "step")
+        check_graphs(runner.decode_graphs, runner._token_buffer, check, "decode")
+        check_graphs(runner.prefill_graphs, runner._token_buffer, check, "step")
         run_all(engine, requests([known.cid for known in engine.catalog.known()]))
     engine.close()
     return check

@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from tests.device_factory import (
     ALL_LINEAR,
     decode,
     device_engine,
+    last_launch,
     lease,
     mixed_selections,
     row,
@@ -87,12 +89,12 @@ def test_a_decode_step_equals_its_sequences_computed_one_by_one(
     # One is a padding row short of the size that fits.
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
     result = runner.run(StepPlan(tuple(chunks)))
-    assert runner._decode_graphs.last_mode == mode
-    order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
-    graph_logits = runner._decode_graphs._logits[: len(chunks)].clone()
-    for place, chunk in enumerate(order):
+    (launch,) = runner.trace()
+    assert (launch.kind, launch.key) == ("decode", (6, mode))
+    for chunk in chunks:
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
-        torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
+        found = launch.logits[chunk.sequence_id].float()
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
         assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
 
 
@@ -124,10 +126,10 @@ def steps_of_kinds(
         # Twice: an adapter is brought to the tail when it is asked for again.
         for _ in range(2):
             runner.run(StepPlan(tuple(chunks)))
-        assert runner._decode_graphs.last_mode == mode
-        order = sorted(names, key=lambda name: runner.directory.order(selections[name]))
-        for place, name in enumerate(order):
-            logits = runner._decode_graphs._logits[place].float()
+        _, launched, graph_logits = last_launch(runner)
+        assert launched == mode
+        for i, name in enumerate(names):
+            logits = graph_logits[i].float()
             torch.testing.assert_close(logits, found.setdefault(name, logits.clone()))
     return found
 
@@ -175,9 +177,10 @@ def test_every_mode_gives_the_logits_of_peft(
             expected = oracle(torch.tensor([[*prompt, 40]])).logits[0, -1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     # The last step's list in a graph that is not for it: there something is left out indeed.
-    before = runner._decode_graphs._logits[:2].clone()
-    runner._decode_graphs.graphs.get((2, modes[1]))()
-    assert (runner._decode_graphs._logits[:2] - before).abs().max() > 1e-2
+    _, _, graph_logits = last_launch(runner)
+    before = torch.stack([*graph_logits.values()])
+    runner.decode_graphs.graphs.get((2, modes[1]))()
+    assert (torch.stack([*graph_logits.values()]) - before).abs().max() > 1e-2
 
 
 def test_device_and_full_sampler_in_one_batch(
@@ -188,7 +191,13 @@ def test_device_and_full_sampler_in_one_batch(
     samples = [row(temperature=0.9), row(top_p=0.5, temperature=1.0), row(logprobs=1)]
     chunks = [Chunk(i, (8,), 0, [i], (), sample=sample) for i, sample in enumerate(samples)]
     together = runner.run(StepPlan(tuple(chunks)))
-    apart = [runner._launch(StepPlan((chunk,)), has_lora=False).result() for chunk in chunks]
+    assert last_launch(runner)[0] == "decode"
+    # Prompt log-probabilities: no graph computes them.
+    others = [msgspec.structs.replace(chunk, prompt_logprobs=0) for chunk in chunks]
+    apart = []
+    for chunk in others:
+        apart.append(runner.run(StepPlan((chunk,))))
+        assert [launch.kind for launch in runner.trace()] == [None]
     assert together.token_ids == {i: result.token_ids[i] for i, result in enumerate(apart)}
     assert list(together.logprobs) == [2]
 
@@ -201,12 +210,12 @@ def test_capture_makes_every_size_and_reports_progress(
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
     assert told == pytest.approx([number / 27 for number in range(1, 28)])
-    for graphs in (runner._prefill_graphs, runner._decode_graphs):
+    for graphs in (runner.prefill_graphs, runner.decode_graphs):
         assert list(graphs.graphs.made) == graphs.keys
-    assert list(runner._prefill_graphs._steps.made) == [
+    assert list(runner.prefill_graphs.graphs.made) == [
         (n, mode) for n in (40, 32) for mode in (*LORA_MODES, BASE_MODE)
     ]
-    assert list(runner._decode_graphs._steps.made) == [
+    assert list(runner.decode_graphs.graphs.made) == [
         (n, mode) for n in (3, 2, 1) for mode in OF_FEW_ROWS
     ]
 
@@ -216,13 +225,13 @@ def test_capture_largest_makes_the_largest_graph_of_every_mode(
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
-    runner._prefill_graphs._steps.made.clear()
-    runner._decode_graphs._steps.made.clear()
+    runner.prefill_graphs.graphs.made.clear()
+    runner.decode_graphs.graphs.made.clear()
     runner.capture_largest()
-    assert list(runner._prefill_graphs._steps.made) == [
+    assert list(runner.prefill_graphs.graphs.made) == [
         (40, mode) for mode in (*LORA_MODES, BASE_MODE)
     ]
-    assert list(runner._decode_graphs._steps.made) == [(3, mode) for mode in OF_FEW_ROWS]
+    assert list(runner.decode_graphs.graphs.made) == [(3, mode) for mode in OF_FEW_ROWS]
 
 
 class RunsWhenMade(GraphMaker):
@@ -245,7 +254,7 @@ class RunsWhenMade(GraphMaker):
 def costly_captures(runner: GpuRunner) -> list[str]:
     """Forget all graphs, and make captures costly; returns the list of captures and replays."""
     runs: list[str] = []
-    for graphs in (runner._decode_graphs, runner._prefill_graphs):
+    for graphs in (runner.decode_graphs, runner.prefill_graphs):
         graphs.graphs.made.clear()
         graphs.graphs.maker = RunsWhenMade(runs)
     return runs
@@ -286,7 +295,7 @@ def test_steps_without_their_graph_run_on_a_larger_one_until_it_is_captured(
     assert runs.count("made") > num_largest, "what the steps lacked is captured"
     engine.prepare_all()
     assert not runner.is_lacking
-    for graphs in (runner._decode_graphs, runner._prefill_graphs):
+    for graphs in (runner.decode_graphs, runner.prefill_graphs):
         assert set(graphs.graphs.made) == set(graphs.keys)
     num_made = runs.count("made")
     assert answers(engine) == expected
@@ -302,7 +311,7 @@ def test_idle_captures_begin_with_the_smallest_graphs(
     costly_captures(runner)
     runner.capture_largest()
     assert engine.prepare_next()
-    made = set(runner._decode_graphs.graphs.made) - set(runner._decode_graphs.largest)
+    made = set(runner.decode_graphs.graphs.made) - set(runner.decode_graphs.largest)
     assert {size for size, _ in made} == {1}
     assert not runner.prepare_next(only_wanted=True), "no step has lacked anything"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from loramux.lora.graph_lora import BASE_MODE, LoraMode, LoraPath
 from loramux.memory.device import GraphMaker
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.request import Selection
-from loramux.types.step import Chunk, StepPlan
-from tests.device_factory import decode, device_engine, lease, row
+from loramux.types.step import BeforeChoice, Chunk, InFlightStep, StepPlan
+from tests.device_factory import decode, device_engine, last_launch, lease, row, runner_with
 from tests.engine_factory import make_prompt, make_request, run_all
 from tests.extras_factory import one
 from tests.extras_models import Adapter, merged_model, random_adapters, register
@@ -77,9 +76,7 @@ class Scene:
             for i, prompt in enumerate(self.prompts)
         ]
         tokens = self.runner.run(StepPlan(tuple(chunks))).token_ids
-        order = sorted(chunks, key=lambda chunk: self.runner.directory.order(chunk.selection))
-        logits = self.runner._decode_graphs._logits
-        return tokens, {c.sequence_id: logits[place] for place, c in enumerate(order)}
+        return tokens, last_launch(self.runner)[2]
 
 
 @pytest.mark.parametrize("family", ["llama31", "gemma2"])
@@ -96,7 +93,7 @@ def test_a_mixed_batch_equals_merged_models(
     scene = Scene(runner, engine, selections, vocab=256)
     prefilled = scene.prefill()
     tokens, logits = scene.decode(40)
-    mode = runner._decode_graphs.last_mode
+    _, mode, _ = last_launch(runner)
     assert mode.path is LoraPath.SEGMENTED
     assert mode.extras == ~ExtrasUse.WIDE & ~ExtrasUse.NONE
     for number, selection in enumerate(selections):
@@ -187,37 +184,41 @@ def test_graphs_are_captured_when_steps_have_such_adapters(
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     settings = {**SETTINGS, "max_sequences": 3, "lora_augmented_ranks": 0}
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
-    for graphs in (runner._decode_graphs, runner._prefill_graphs):
+    for graphs in (runner.decode_graphs, runner.prefill_graphs):
         graphs.graphs.maker = CostlyMaker()
     runner.capture_largest()
     adapters = random_adapters(engine.catalog.base)
     register(engine, adapters)
     plain, dora = make_request("p", make_prompt(3, seed=1)), one("dora")
     run_all(engine, [plain])
-    kinds = (runner._decode_graphs, runner._prefill_graphs)
+    kinds = (runner.decode_graphs, runner.prefill_graphs)
     assert not any(mode.extras for graphs in kinds for _, mode in graphs.graphs.made)
     uses = ExtrasUse.LINEARS | ExtrasUse.NORMS
-    launched: list[int] = []
-    launch = runner._launch
-    monkeypatch.setattr(
-        runner, "_launch", lambda plan, **kw: launched.append(plan.num_tokens) or launch(plan, **kw)
-    )
+    launched: list[str | None] = []
+    launch = runner.launch
+
+    def watch(plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
+        step = launch(plan, before_choice)
+        launched.extend(one.kind for one in runner.trace())
+        return step
+
+    monkeypatch.setattr(runner, "launch", watch)
     request = make_request("d", make_prompt(3, seed=1), dora, max_tokens=5)
     monkeypatch.setattr("loramux.engine.engine._PREPARE_INTERVAL_S", 1e9)
     expected = run_all(engine, [request])
-    assert launched[0] == 3 and len(launched) >= 5, "without graphs"
+    assert set(launched) == {None} and len(launched) >= 5, "without graphs"
     mode = LoraMode(LoraPath.SEGMENTED, extras=uses)
     while runner.prepare_next(only_wanted=True):
         pass
-    made = runner._decode_graphs.graphs.made
+    made = runner.decode_graphs.graphs.made
     assert {key for key in made if key[1].extras} == {(1, mode)}
-    assert (32, mode) in runner._prefill_graphs.graphs.made
+    assert (32, mode) in runner.prefill_graphs.graphs.made
     launched.clear()
     again = make_request("d", make_prompt(3, seed=1), dora, max_tokens=5, seed=9)
     assert run_all(engine, [again]) == expected
-    assert not launched
+    assert None not in launched and launched[0] == "prefill"
     run_all(engine, [make_request("q", make_prompt(4, seed=2))])
-    assert runner._decode_graphs.last_mode == BASE_MODE
+    assert last_launch(runner)[1] == BASE_MODE
 
 
 @pytest.mark.slow
@@ -232,13 +233,8 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
     register(engine, adapters)
     selections: list[Selection] = [one("full"), one("rows"), SUM, ()]
     lease(engine, *selections)
-    fast = GpuRunner(
-        decoder=runner._decoder._decoder,
-        pool=engine.memory.pool,
-        directory=runner.directory,
-        kernels=replace(runner._kernels, extras=ops),
-        limits=BatchLimits(max_batch_tokens=32, max_sequences=4, max_pages=1),
-    )
+    limits = BatchLimits(max_batch_tokens=32, max_sequences=4, max_pages=1)
+    fast = runner_with(runner, limits, extras=ops)
     found = []
     for one_runner in (runner, fast):
         scene = Scene(one_runner, engine, selections, vocab=256)

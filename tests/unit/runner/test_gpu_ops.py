@@ -23,9 +23,8 @@ from loramux.runner.gpu_ops import (
     SegmentedLinearOps,
 )
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
-from loramux.runner.step_graphs import Key
 from loramux.types.request import Selection
-from loramux.types.step import Chunk, StepPlan
+from loramux.types.step import BeforeChoice, Chunk, InFlightStep, StepPlan
 from tests.adapter_factory import make_peft_adapter
 from tests.augmented_factory import ROW, TILE
 from tests.device_factory import (
@@ -33,9 +32,11 @@ from tests.device_factory import (
     SplitKGemms,
     decode,
     device_engine,
+    last_launch,
     lease,
     mixed_selections,
     reference_engine,
+    runner_with,
     two_adapters,
 )
 from tests.engine_factory import make_prompt, make_request, run_all
@@ -50,20 +51,21 @@ APART = replace(TILE, fuses_norm=False)
 
 
 def use(runner: GpuRunner, launch: AugmentedLaunch) -> None:
-    assert runner._decode_graphs.lora.augmented is not None
-    runner._decode_graphs.lora.augmented.launch_of = lambda _: launch
+    assert runner.decode_graphs.lora.augmented is not None
+    runner.decode_graphs.lora.augmented.launch_of = lambda _: launch
 
 
 def modes_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraMode]:
-    """The modes of all graphs that run from now on."""
+    """The modes of all decode graphs that run from now on."""
     found: list[LoraMode] = []
-    run = runner._decode_graphs._steps.run
+    launch = runner.launch
 
-    def watch(key: Key) -> None:
-        found.append(key[1])
-        run(key)
+    def watch(plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
+        step = launch(plan, before_choice)
+        found.extend(one.key[1] for one in runner.trace() if one.kind == "decode" and one.key)
+        return step
 
-    monkeypatch.setattr(runner._decode_graphs._steps, "run", watch)
+    monkeypatch.setattr(runner, "launch", watch)
     return found
 
 
@@ -112,11 +114,11 @@ def test_a_step_on_augmented_weights_equals_its_rows_computed_one_by_one(
     # The adapters of the first step come by SGMV: they need GEMMs without split-K.
     assert has_augmented == [True] * (2 * model.config.num_hidden_layers if in_parts else 0)
     assert modes == [SEGMENTED] * (NUM_REPEATS - 1) + [AUGMENTED]
-    order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
-    graph_logits = runner._decode_graphs._logits[: len(chunks)].clone()
-    for place, chunk in enumerate(order):
+    _, _, graph_logits = last_launch(runner)
+    for chunk in chunks:
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
-        torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
+        found = graph_logits[chunk.sequence_id].float()
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
         assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
 
 
@@ -152,20 +154,13 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
         AUGMENTED: ((engine.register_adapter(everywhere).cid, 1.0),),
     }
     lease(engine, *selections.values())
-    kernels = replace(
-        runner._kernels,
+    fast = runner_with(
+        runner,
+        BatchLimits(max_batch_tokens=8, max_sequences=2, max_pages=2),
         elementwise=fused_triton,
         lora=lora_triton,
         sampling=sampling_triton,
         augmented=augmented_gpu,
-    )
-    limits = BatchLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
-    fast = GpuRunner(
-        decoder=runner._decoder._decoder,
-        pool=engine.memory.pool,
-        directory=runner.directory,
-        kernels=kernels,
-        limits=limits,
     )
     use(fast, launch)
     if in_parts:
@@ -178,7 +173,7 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
         for _ in range(NUM_REPEATS):
             assert fast.run(step).token_ids == expected
         assert modes[-1] == mode
-        found, known = fast._decode_graphs._logits, runner._decode_graphs._logits
+        found, known = (last_launch(one)[2] for one in (fast, runner))
         torch.testing.assert_close(found, known, atol=1e-4, rtol=1e-4)
 
 
@@ -222,7 +217,7 @@ def test_adapters_beyond_device_capacity_get_the_tokens_of_the_reference(
         answers[-1] |= run_all(engine, [alone])
     assert answers[0] == answers[1]
     assert set(modes) >= {AUGMENTED, SEGMENTED}
-    cache = runner._decode_graphs.lora.augmented.cache
+    cache = runner.decode_graphs.lora.augmented.cache
     cache.check_integrity()
     assert cache.num_copies > 4
 
@@ -234,7 +229,7 @@ def test_without_appended_rows_there_are_no_augmented_graphs(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_augmented_ranks=0)[1]
     runner.capture()
     modes = (SEGMENTED, SEGMENTED_ATTENTION, BASE_MODE)
-    assert list(runner._decode_graphs._steps.made) == [(1, mode) for mode in modes]
+    assert list(runner.decode_graphs.graphs.made) == [(1, mode) for mode in modes]
 
 
 def test_linears_without_adapters_launch_no_lora_kernels() -> None:

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from loramux.errors import DoesNotFit
-from loramux.runner.gpu_runner import BatchLimits, GpuRunner
+from loramux.runner.gpu_runner import BatchLimits
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan
 from tests.device_factory import (
     decode,
     device_engine,
+    last_launch,
     lease,
     mixed_selections,
     reference_engine,
     row,
+    runner_with,
     two_adapters,
 )
 from tests.engine_factory import make_prompt, make_request, run_all
@@ -269,7 +271,7 @@ def test_other_errors_are_not_treated_as_out_of_memory(
     chunk = Chunk(0, (1, 2), 0, [0], (), sample=None, prompt_logprobs=0)
     with pytest.raises(RuntimeError, match="broken"):
         runner.run(StepPlan((chunk,)))
-    monkeypatch.setattr(runner._decode_graphs, "launch", broken)
+    monkeypatch.setattr(runner.decode_graphs, "launch", broken)
     with pytest.raises(RuntimeError, match="broken"):
         runner.run(StepPlan((decode(0, 1, 0, [0], ()),)))
 
@@ -285,7 +287,7 @@ def test_a_step_with_more_lora_work_than_a_graph_holds(
     last = engine.pages.num_pages - 1
     chunks = tuple(decode(i, 5 + i, 0, [last - i], s) for i, s in enumerate(selections))
     expected = runner.run(StepPlan(chunks))
-    for work in (runner._decode_graphs.lora.segmented, runner._prefill_lora):
+    for work in (runner.decode_graphs.lora.segmented, runner._prefill_lora):
         limits = replace(work.tables.limits, max_items=1)
         work.tables = replace(work.tables, limits=limits)
     assert runner.run(StepPlan(chunks)).token_ids == expected.token_ids
@@ -303,14 +305,9 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=2)
     few = mixed_selections(engine, folders)[1]
     lease(engine, few)
-    kernels = replace(
-        runner._kernels, elementwise=fused_triton, lora=lora_triton, sampling=sampling_triton
-    )
     limits = BatchLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
-    decoder, pool = runner._decoder._decoder, engine.memory.pool
-    fast = GpuRunner(
-        decoder=decoder, pool=pool, directory=runner.directory, kernels=kernels, limits=limits
-    )
+    ops: dict[str, Any] = {"elementwise": fused_triton, "lora": lora_triton}
+    fast = runner_with(runner, limits, **ops, sampling=sampling_triton)
     last = engine.pages.num_pages - 1
     prompt = StepPlan((Chunk(0, (5, 6), 0, [last], few, sample=row(temperature=1.0)),))
     step = StepPlan((decode(0, 7, 2, [last], few), decode(1, 8, 0, [last - 1], ())))
@@ -318,9 +315,8 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
     with np.errstate(over="ignore", invalid="ignore"):
         assert fast.run(prompt).token_ids == runner.run(prompt).token_ids
         assert fast.run(step).token_ids == runner.run(step).token_ids
-    torch.testing.assert_close(
-        fast._decode_graphs._logits, runner._decode_graphs._logits, atol=1e-4, rtol=1e-4
-    )
+    found, expected = (last_launch(one)[2] for one in (fast, runner))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_step_whose_sampler_has_no_memory_runs_without_the_graph(
@@ -334,7 +330,7 @@ def test_a_step_whose_sampler_has_no_memory_runs_without_the_graph(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(runner._decode_graphs, "launch", fail)
+    monkeypatch.setattr(runner.decode_graphs, "launch", fail)
     assert runner.run(plan).token_ids == expected.token_ids
 
 

@@ -80,15 +80,13 @@ def test_prefill_and_decode_in_one_step_equal_separate_steps(
     if mode in AUGMENTED_RANKS:
         # An adapter is brought to the tail when it is asked for again.
         runner.run(StepPlan(tuple(chunks)))
-    runner._prefill_graphs._steps.made.clear()
     result = runner.run(StepPlan(tuple(chunks)))
-    assert set(runner._prefill_graphs._steps.made) == {(32, mode)}
-    order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
-    sampled = [chunk for chunk in order if chunk.sample is not None]
-    graph_logits = runner._prefill_graphs._logits[: len(sampled)].clone()
-    for place, chunk in enumerate(sampled):
+    (launch,) = runner.trace()
+    assert (launch.kind, launch.key) == ("prefill", (32, mode))
+    for chunk in (chunk for chunk in chunks if chunk.sample is not None):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][-1]
-        torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
+        found = launch.logits[chunk.sequence_id].float()
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
         assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
     assert 3 not in result.token_ids
 
@@ -101,8 +99,7 @@ def test_a_step_that_fits_no_graph_runs_kernel_by_kernel(
     runner = device_engine(monkeypatch, model, tmp_path, **settings)[1]
     plan = StepPlan((Chunk(0, make_prompt(30, seed=1), 0, [0, 1], (), sample=row()),))
     expected = runner.run(plan)
-    for count in runner._prefill_graphs._counts:
-        runner._prefill_graphs._num_items[count] = [0, 0]
-    runner._prefill_graphs._steps.made.clear()
+    assert [launch.kind for launch in runner.trace()] == ["prefill"]
+    monkeypatch.setattr(runner.prefill_graphs, "_has_room", lambda *_: False)
     assert runner.run(plan).token_ids == expected.token_ids
-    assert not runner._prefill_graphs._steps.made
+    assert [launch.kind for launch in runner.trace()] == [None]
