@@ -15,12 +15,12 @@ from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageAdapterCard, ImageBackend
 from loramux.models.default_model import cache_folder
-from loramux.server.adapter_sources import AdapterSources
+from loramux.server.generate.selection import other_modality
 from loramux.server.images.drawing import ImageModel
 from loramux.server.images.names import ImageNames
-from loramux.server.names import full_name
-from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.selection import other_modality
+from loramux.server.naming.names import full_name
+from loramux.server.naming.registry_adapters import RegistryAdapters
+from loramux.server.naming.sources import AdapterSources
 from loramux.sources.config import SourceConfig
 from loramux.sources.kept import KeptAdapters
 from loramux.sources.parse import is_remote

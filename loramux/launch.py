@@ -49,17 +49,17 @@ from loramux.registry.access import NO_ACCESS
 from loramux.registry.audit import Signer
 from loramux.registry.keys import parse_key
 from loramux.registry.records import Resolved
-from loramux.server.adapter_folder import AdapterFolder
-from loramux.server.adapter_sources import AdapterSources
 from loramux.server.app import create_app
-from loramux.server.authentication import CredentialAuthenticator, Credentials, TokenVerifier
-from loramux.server.combinations import Combinations
+from loramux.server.auth.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.context import NOTHING_ON_DEMAND, OnDemand, ServerOptions
+from loramux.server.generate.receipt_draft import ReceiptIssuer
 from loramux.server.images.drawing import ImageModel
-from loramux.server.names import AdapterNames
-from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.warming import find_prewarmed, prewarm
+from loramux.server.live.warming import find_prewarmed, prewarm
+from loramux.server.naming.combinations import Combinations
+from loramux.server.naming.folder import AdapterFolder
+from loramux.server.naming.names import AdapterNames
+from loramux.server.naming.registry_adapters import RegistryAdapters
+from loramux.server.naming.sources import AdapterSources
 from loramux.signing import read_private_key
 from loramux.sources.config import SourceConfig, source_config
 from loramux.sources.download import Progress
@@ -360,7 +360,7 @@ def _tokens(access: AccessConfig) -> TokenVerifier | None:
         return None
     try:
         # Imported here: the extra `jwt` is not everywhere.
-        from loramux.server.identity import IdentityTokens, TokenRules, check_url
+        from loramux.server.auth.identity import IdentityTokens, TokenRules, check_url
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             "--jwt-issuer needs PyJWT. Run: pip install 'loramux[jwt]'", param="jwt_issuer"

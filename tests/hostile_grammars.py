@@ -14,10 +14,10 @@ import msgspec
 
 from loramux.engine.grammar.checking import check_apart
 from loramux.errors import InvalidRequest
-from loramux.server.structured.check import require_enforceable
-from loramux.server.structured.fields import find_constraint, make_grammar
-from loramux.server.wire import GenerationBody
+from loramux.server.chat.structured.check import require_enforceable
+from loramux.server.chat.structured.fields import find_constraint, make_grammar
 from loramux.types.grammar import Grammar
+from loramux.wire.text import GenerationBody
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.images.drawing import ImageModel
 from loramux.server.images.names import ImageNames
-from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.naming.registry_adapters import RegistryAdapters
 from tests.image_factory import make_pipeline, peft_tensors
 
 

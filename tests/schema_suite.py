@@ -25,7 +25,7 @@ from loramux.engine.grammar.checking import check_apart
 from loramux.engine.grammar.library import Tables, tokenizer_json
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
-from loramux.server.structured.fields import AskedConstraint, make_grammar
+from loramux.server.chat.structured.fields import AskedConstraint, make_grammar
 from tests.tokenizer_factory import save_byte_level
 
 RELEASE = "jsonschema==4.26.0"

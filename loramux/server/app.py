@@ -17,9 +17,8 @@ from loramux.http_server.prefix import PrefixMiddleware
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
-from loramux.server.access import CallerMiddleware, RouteTable
-from loramux.server.body import Bodies
-from loramux.server.caller import Authenticator, TenantHeader
+from loramux.server.auth.access import CallerMiddleware, RouteTable
+from loramux.server.auth.caller import Authenticator, TenantHeader
 from loramux.server.context import (
     NOTHING_ON_DEMAND,
     Context,
@@ -27,7 +26,6 @@ from loramux.server.context import (
     OnDemand,
     ServerOptions,
 )
-from loramux.server.endpoint import routes_of, shapes_of
 from loramux.server.errors import NotServed, install_error_handlers
 from loramux.server.families.document import add_families
 from loramux.server.families.table import (
@@ -37,17 +35,13 @@ from loramux.server.families.table import (
     root_endpoint,
     shared_with_own,
 )
-from loramux.server.fitting import CachedFit
-from loramux.server.images.drawing import ImageContext, ImageModel
-from loramux.server.images.edits import edit_routes
-from loramux.server.images.openai import openai_routes
-from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes
-from loramux.server.missing_routes import MissingRoutes
-from loramux.server.names import AdapterNames
-from loramux.server.openapi import install_openapi
-from loramux.server.proxies import ForwardedMiddleware
-from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.request_ids import (
+from loramux.server.generate.receipt_draft import ReceiptIssuer
+from loramux.server.http.body import Bodies
+from loramux.server.http.endpoint import routes_of, shapes_of
+from loramux.server.http.missing_routes import MissingRoutes
+from loramux.server.http.openapi import install_openapi
+from loramux.server.http.proxies import ForwardedMiddleware
+from loramux.server.http.request_ids import (
     CID_HEADER,
     RECEIPT_HEADER,
     TIER_HEADER,
@@ -55,6 +49,12 @@ from loramux.server.request_ids import (
     WARNING_HEADER,
     RequestIdMiddleware,
 )
+from loramux.server.images.drawing import ImageContext, ImageModel
+from loramux.server.images.edits import edit_routes
+from loramux.server.images.openai import openai_routes
+from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes
+from loramux.server.live.fitting import CachedFit
+from loramux.server.naming.names import AdapterNames
 from loramux.server.routes.accounts import account_routes
 from loramux.server.routes.adapters import adapter_routes
 from loramux.server.routes.caller import caller_routes

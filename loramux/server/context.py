@@ -13,18 +13,18 @@ from loramux.config.access import Network
 from loramux.errors import AdapterNotFound, EngineStopped, InvalidRequest
 from loramux.metrics.server import HostMetrics, Metrics
 from loramux.registry.access import NO_ACCESS
-from loramux.server.adapter_folder import AdapterFolder
-from loramux.server.adapter_sources import AdapterSources
-from loramux.server.caller import Caller
-from loramux.server.combinations import Combinations
+from loramux.server.auth.caller import Caller
+from loramux.server.auth.quotas import QuotaTable
 from loramux.server.errors import NotServed
-from loramux.server.name_locks import NameLocks
-from loramux.server.names import AdapterNames, Selected
-from loramux.server.pins import Pins
-from loramux.server.quotas import QuotaTable
-from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.view import View
+from loramux.server.generate.receipt_draft import ReceiptIssuer
+from loramux.server.naming.combinations import Combinations
+from loramux.server.naming.folder import AdapterFolder
+from loramux.server.naming.locks import NameLocks
+from loramux.server.naming.names import AdapterNames, Selected
+from loramux.server.naming.pins import Pins
+from loramux.server.naming.registry_adapters import RegistryAdapters
+from loramux.server.naming.sources import AdapterSources
+from loramux.server.naming.view import View
 from loramux.sources.config import SourceConfig
 from loramux.types.modality import NO_MODEL, Modality
 

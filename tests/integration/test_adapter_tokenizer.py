@@ -18,7 +18,7 @@ from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.errors import AdapterRefused
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.names import AdapterNames
+from loramux.server.naming.names import AdapterNames
 from loramux.types.adapter import AdapterCard, InspectedCard
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import save_model_with_tokenizer

@@ -13,7 +13,7 @@ import torch
 from loramux.backend import Delta
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
-from loramux.server.names import AdapterNames
+from loramux.server.naming.names import AdapterNames
 from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
 from tests.adapter_factory import make_peft_adapter

@@ -24,7 +24,7 @@ from loramux.models.default_model import default_model_path
 from loramux.progress import SILENT
 from loramux.registry.audit import read_anchor
 from loramux.registry.registry import Registry
-from loramux.server.authentication import CredentialAuthenticator
+from loramux.server.auth.authentication import CredentialAuthenticator
 from loramux.signing import make_key_files, read_private_key
 from loramux.sources.config import HttpConfig, SourceConfig
 from tests.fault_server import FaultServer

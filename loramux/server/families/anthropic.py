@@ -12,7 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import ContextLengthExceeded, InvalidRequest
-from loramux.server.asked import (
+from loramux.server.auth.caller import caller_of
+from loramux.server.chat.structured.fields import AskedConstraint
+from loramux.server.chat.tools.writer import CALLED, ChatWriter, write_deltas
+from loramux.server.context import Context
+from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.anthropic_blocks import Blocks, block_event
+from loramux.server.generate.asked import (
     Asked,
     Tools,
     encode,
@@ -20,23 +26,17 @@ from loramux.server.asked import (
     open_asked,
     plan_asked,
 )
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
-from loramux.server.checked_fields import read_fields
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import error_info, shaped_response
-from loramux.server.families.anthropic_blocks import Blocks, block_event
-from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
-from loramux.server.prompts import off_loop
-from loramux.server.receipt_draft import receipt_draft
-from loramux.server.selection import ModelReference, codec_for, select
-from loramux.server.streaming import StreamForm, named_event, stream_events, until_gone
-from loramux.server.structured.fields import AskedConstraint
-from loramux.server.tools.writer import CALLED, ChatWriter, write_deltas
-from loramux.server.usage import UsageCount
-from loramux.server.wire import Usage
+from loramux.server.generate.checked_fields import read_fields
+from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.generate.prompts import off_loop
+from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.selection import ModelReference, codec_for, select
+from loramux.server.generate.usage import UsageCount
+from loramux.server.http.body import json_response
+from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.streaming import StreamForm, named_event, stream_events, until_gone
 from loramux.types.sampling import SamplingParams
+from loramux.wire.text import Usage
 
 FAMILY = "anthropic"
 KIND = RouteKind(id_prefix="msg", prompt_param="messages", default_max_tokens=None)

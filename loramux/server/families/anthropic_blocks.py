@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import UNSET
 
-from loramux.server.streaming import named_event
-from loramux.server.wire import ChatDelta, ToolCallDelta
+from loramux.server.http.streaming import named_event
+from loramux.wire.text import ChatDelta, ToolCallDelta
 
 _FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 _DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-from loramux.server import wire, wire_pooling
-from loramux.server.endpoint import Endpoint
 from loramux.server.families import (
     anthropic,
     llamacpp,
@@ -20,6 +18,9 @@ from loramux.server.families import (
     sagemaker,
     sglang,
 )
+from loramux.server.http.endpoint import Endpoint
+from loramux.wire import pooling as wire_pooling
+from loramux.wire import text as wire
 
 Bodies = tuple[Any, ...]
 

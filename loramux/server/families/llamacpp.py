@@ -17,33 +17,33 @@ from loramux import __version__
 from loramux.backend import Health, TextCodec
 from loramux.errors import InvalidRequest
 from loramux.registry.audit import Action, Event
-from loramux.server.asked import (
+from loramux.server.auth.audit import audited
+from loramux.server.auth.caller import caller_of
+from loramux.server.chat.structured.fields import AskedConstraint
+from loramux.server.context import Context
+from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.llamacpp_lora import PlacedAdapters
+from loramux.server.families.sglang_info import shown_path
+from loramux.server.generate.asked import (
     Asked,
     Prompt,
     check_penalty_window,
     generation_body,
     open_asked,
 )
-from loramux.server.audit import audited
-from loramux.server.body import json_response, keep_body, read_body
-from loramux.server.caller import caller_of
-from loramux.server.checked_fields import read_fields
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import error_info, shaped_response
-from loramux.server.families.llamacpp_lora import PlacedAdapters
-from loramux.server.families.sglang_info import shown_path
-from loramux.server.fim import FillPrompt
-from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
-from loramux.server.prompts import encode_prompt, off_loop
-from loramux.server.receipt_draft import Timing, receipt_draft
+from loramux.server.generate.checked_fields import read_fields
+from loramux.server.generate.fim import FillPrompt
+from loramux.server.generate.generation import Choice, Deltas, Generation, RouteKind, collect, run
+from loramux.server.generate.prompts import encode_prompt, off_loop
+from loramux.server.generate.receipt_draft import Timing, receipt_draft
+from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.token_reports import LOWEST
+from loramux.server.http.body import json_response, keep_body, read_body
+from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.streaming import StreamForm, event, stream_events, until_gone
 from loramux.server.routes.models import answer_models
 from loramux.server.routes.openai import answer_chat
 from loramux.server.routes.tokens import DescribesTokenizer
-from loramux.server.sampling import Logprobs
-from loramux.server.streaming import StreamForm, event, stream_events, until_gone
-from loramux.server.structured.fields import AskedConstraint
-from loramux.server.token_reports import LOWEST
 
 FAMILY = "llamacpp"
 KIND = RouteKind(id_prefix="cmpl", prompt_param="prompt", default_max_tokens=None)

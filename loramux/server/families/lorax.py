@@ -14,16 +14,9 @@ from loramux import __version__
 from loramux.adapters.recipe import METHODS
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.asked import (
-    Asked,
-    generation_body,
-    open_asked,
-)
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
-from loramux.server.checked_fields import read_fields, read_inner
+from loramux.server.auth.caller import caller_of
+from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
 from loramux.server.errors import set_error_shape
 from loramux.server.families.lorax_answers import (
     SequenceWriter,
@@ -42,16 +35,23 @@ from loramux.server.families.lorax_wire import (
     lorax_error,
     streamed_error,
 )
-from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
-from loramux.server.names import Selected
-from loramux.server.prompts import encode_prompt, off_loop
-from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
-from loramux.server.sampling import Logprobs
-from loramux.server.selection import ModelReference, codec_for, combination_of, select
-from loramux.server.streaming import StreamForm, event, stream_events, until_gone
-from loramux.server.structured.fields import AskedConstraint
-from loramux.server.token_reports import Truncation
-from loramux.server.wire import GenerationBody
+from loramux.server.generate.asked import (
+    Asked,
+    generation_body,
+    open_asked,
+)
+from loramux.server.generate.checked_fields import read_fields, read_inner
+from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.generate.prompts import encode_prompt, off_loop
+from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.selection import ModelReference, codec_for, combination_of, select
+from loramux.server.generate.token_reports import Truncation
+from loramux.server.http.body import json_response
+from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.streaming import StreamForm, event, stream_events, until_gone
+from loramux.server.naming.names import Selected
+from loramux.wire.text import GenerationBody
 
 FAMILY = "lorax"
 DEFAULT_MAX_NEW_TOKENS = 100

@@ -11,11 +11,11 @@ from loramux.backend import Delta, TextCodec
 from loramux.server.context import Context
 from loramux.server.families import lorax_wire as wire
 from loramux.server.families.lorax_wire import Details, GenerateAnswer, Parameters, StreamAnswer
-from loramux.server.generation import Choice, Generation
-from loramux.server.receipt_draft import Timing
-from loramux.server.token_reports import LOWEST
-from loramux.server.wire import Usage
+from loramux.server.generate.generation import Choice, Generation
+from loramux.server.generate.receipt_draft import Timing
+from loramux.server.generate.token_reports import LOWEST
 from loramux.types.request import TokenLogprob
+from loramux.wire.text import Usage
 
 
 def finish_reason(reason: str, stop_reason: str | int | None) -> str:

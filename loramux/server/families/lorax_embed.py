@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response, keep_body, read_body
-from loramux.server.checked_fields import read_fields, read_inner
 from loramux.server.context import Context
-from loramux.server.embeddings import Inputs, default_body, embeddings, encoded
 from loramux.server.families.lorax_select import select_adapter
 from loramux.server.families.lorax_wire import Source
-from loramux.server.generation import RouteKind
-from loramux.server.wire_pooling import EncodingFormat
+from loramux.server.generate.checked_fields import read_fields, read_inner
+from loramux.server.generate.embeddings import Inputs, default_body, embeddings, encoded
+from loramux.server.generate.generation import RouteKind
+from loramux.server.http.body import json_response, keep_body, read_body
 from loramux.types.pooling import Pooling
+from loramux.wire.pooling import EncodingFormat
 
 KIND = RouteKind(id_prefix="embd", prompt_param="inputs", default_max_tokens=0, pools=True)
 

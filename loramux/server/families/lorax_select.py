@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.families.lorax_wire import Source
-from loramux.server.names import Selected
-from loramux.server.near_names import hint_for
-from loramux.server.selection import ModelReference, select
+from loramux.server.generate.near_names import hint_for
+from loramux.server.generate.selection import ModelReference, select
+from loramux.server.naming.names import Selected
 from loramux.sources.config import Secret
 
 

@@ -32,7 +32,7 @@ from loramux.server.errors import (
     error_info,
     shaped_response,
 )
-from loramux.server.streaming import event
+from loramux.server.http.streaming import event
 from loramux.sources.refusals import SourceCode
 
 

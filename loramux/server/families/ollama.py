@@ -15,35 +15,35 @@ from starlette.responses import Response
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.asked import (
+from loramux.server.auth.caller import caller_of
+from loramux.server.chat.structured.fields import AskedConstraint
+from loramux.server.chat.tools.writer import ChatWriter, write_deltas
+from loramux.server.context import Context
+from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.ollama_embed import embed, embed_one
+from loramux.server.families.ollama_fields import is_zero, written_logprobs
+from loramux.server.families.ollama_names import select_tagged
+from loramux.server.generate.asked import (
     Asked,
     Tools,
     check_penalty_window,
     generation_body,
     open_asked,
 )
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
-from loramux.server.checked_fields import read_fields, read_inner
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import error_info, shaped_response
-from loramux.server.families.ollama_embed import embed, embed_one
-from loramux.server.families.ollama_fields import is_zero, written_logprobs
-from loramux.server.families.ollama_names import select_tagged
-from loramux.server.fim import FillPrompt
-from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
-from loramux.server.model_list import list_models
-from loramux.server.receipt_draft import receipt_draft
+from loramux.server.generate.checked_fields import read_fields, read_inner
+from loramux.server.generate.fim import FillPrompt
+from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.selection import codec_for
+from loramux.server.generate.usage import UsageCount
+from loramux.server.http.body import json_response
+from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.streaming import StreamForm, line, stream_events, until_gone
+from loramux.server.live.model_list import list_models
 from loramux.server.routes.tokens import DescribesTokenizer
-from loramux.server.sampling import Logprobs
-from loramux.server.selection import codec_for
-from loramux.server.streaming import StreamForm, line, stream_events, until_gone
-from loramux.server.structured.fields import AskedConstraint
-from loramux.server.tools.writer import ChatWriter, write_deltas
-from loramux.server.usage import UsageCount
-from loramux.server.wire import ChatDelta, ChatMessage, FunctionCall, GenerationBody, ToolCall
 from loramux.types.request import TokenLogprob
+from loramux.wire.text import ChatDelta, ChatMessage, FunctionCall, GenerationBody, ToolCall
 
 FAMILY = "ollama"
 CHAT = RouteKind(id_prefix="ollama", prompt_param="messages", default_max_tokens=None)

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
-from loramux.server.embeddings import Inputs, Pooled, default_body, embeddings, encoded
 from loramux.server.families.ollama_names import select_tagged
-from loramux.server.generation import RouteKind
+from loramux.server.generate.checked_fields import read_fields
+from loramux.server.generate.embeddings import Inputs, Pooled, default_body, embeddings, encoded
+from loramux.server.generate.generation import RouteKind
+from loramux.server.http.body import json_response
 
 KIND = RouteKind(id_prefix="embd", prompt_param="input", default_max_tokens=0, pools=True)
 NO_LIMIT = -1

@@ -8,7 +8,7 @@ from typing import Any
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.token_reports import LOWEST
+from loramux.server.generate.token_reports import LOWEST
 from loramux.types.request import TokenLogprob
 
 _UNITS = r"(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|μs|ms|s|m|h)"

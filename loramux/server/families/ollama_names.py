@@ -5,13 +5,13 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from loramux.errors import AdapterNotFound
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
-from loramux.server.names import Selected
-from loramux.server.near_names import hint_for
-from loramux.server.requests import note_no_model
-from loramux.server.selection import ModelReference, select
+from loramux.server.generate.near_names import hint_for
+from loramux.server.generate.requests import note_no_model
+from loramux.server.generate.selection import ModelReference, select
+from loramux.server.naming.names import Selected
 
 LATEST = ":latest"
 

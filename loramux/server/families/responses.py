@@ -11,30 +11,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.asked import (
+from loramux.server.chat.structured.fields import AskedConstraint
+from loramux.server.chat.tools.writer import ChatWriter, write_deltas
+from loramux.server.context import Context
+from loramux.server.errors import error_info
+from loramux.server.families.responses_items import Items
+from loramux.server.families.responses_tools import chat_tools, namespace_of_each
+from loramux.server.generate.asked import (
     Asked,
     Tools,
     generation_body,
     open_asked,
 )
-from loramux.server.body import json_response
-from loramux.server.checked_fields import read_fields
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import error_info
-from loramux.server.families.responses_items import Items
-from loramux.server.families.responses_tools import chat_tools, namespace_of_each
-from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
-from loramux.server.receipt_draft import receipt_draft
+from loramux.server.generate.checked_fields import read_fields
+from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.usage import UsageCount
+from loramux.server.http.body import json_response
+from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.streaming import StreamForm, stream_events, until_gone
 from loramux.server.routes.openai import chat_logprobs
-from loramux.server.sampling import Logprobs
-from loramux.server.streaming import StreamForm, stream_events, until_gone
-from loramux.server.structured.fields import AskedConstraint
-from loramux.server.tools.writer import ChatWriter, write_deltas
-from loramux.server.usage import UsageCount
-from loramux.server.wire import Usage
 from loramux.types.request import TokenLogprob
 from loramux.types.sampling import MAX_LOGPROBS
+from loramux.wire.text import Usage
 
 FAMILY = "responses"
 KIND = RouteKind(id_prefix="resp", prompt_param="input", default_max_tokens=None)

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec import UNSET
 
-from loramux.server.streaming import named_event
-from loramux.server.wire import ChatDelta, ChatTokenLogprob, ToolCallDelta
+from loramux.server.http.streaming import named_event
+from loramux.wire.text import ChatDelta, ChatTokenLogprob, ToolCallDelta
 
 _CONTENT = {"message": "output_text", "reasoning": "reasoning_text"}
 

@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode, keep_body, read_body
 from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_response
 from loramux.server.families.lorax import answer_inputs
 from loramux.server.families.lorax_wire import lorax_error
 from loramux.server.families.responses import answer_response
-from loramux.server.pinning import pin
+from loramux.server.http.body import decode, keep_body, read_body
+from loramux.server.http.endpoint import Endpoint
+from loramux.server.live.pinning import pin
 from loramux.server.routes.embeddings import answer_embeddings
 from loramux.server.routes.openai import answer_chat, answer_completion
 from loramux.server.routes.runtime_lora import (

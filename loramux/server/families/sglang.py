@@ -14,32 +14,32 @@ from starlette.responses import PlainTextResponse, Response
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.asked import (
+from loramux.server.chat.structured.fields import AskedConstraint
+from loramux.server.context import Context
+from loramux.server.errors import NotServed, error_info, shaped_response
+from loramux.server.families.sglang_info import info_handlers
+from loramux.server.generate.asked import (
     Asked,
     generation_body,
     open_asked,
 )
-from loramux.server.body import decode, json_response, read_body
-from loramux.server.checked_fields import read_fields, read_inner
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import NotServed, error_info, shaped_response
-from loramux.server.families.sglang_info import info_handlers
-from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
-from loramux.server.pinning import pin
-from loramux.server.prompts import split_prompts
-from loramux.server.receipt_draft import receipt_draft
+from loramux.server.generate.checked_fields import read_fields, read_inner
+from loramux.server.generate.generation import Choice, Deltas, Generation, RouteKind, collect, run
+from loramux.server.generate.prompts import split_prompts
+from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.token_reports import LOWEST
+from loramux.server.generate.usage import UsageCount
+from loramux.server.http.body import decode, json_response, read_body
+from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.streaming import DONE, StreamForm, event, stream_events, until_gone
+from loramux.server.live.pinning import pin
 from loramux.server.routes.runtime_lora import (
     LoadRequest,
     VllmError,
     load_named,
     unload_named,
 )
-from loramux.server.sampling import Logprobs
-from loramux.server.streaming import DONE, StreamForm, event, stream_events, until_gone
-from loramux.server.structured.fields import AskedConstraint
-from loramux.server.token_reports import LOWEST
-from loramux.server.usage import UsageCount
 from loramux.types.request import TokenLogprob
 
 FAMILY = "sglang"

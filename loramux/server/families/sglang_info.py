@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import Context
-from loramux.server.endpoint import Handler
+from loramux.server.http.body import json_response
+from loramux.server.http.endpoint import Handler
 
 
 def info_handlers(context: Context) -> Mapping[str, Handler]:

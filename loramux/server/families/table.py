@@ -11,7 +11,6 @@ from starlette.responses import PlainTextResponse, Response
 from loramux.backend import Health
 from loramux.errors import InvalidRequest, suggest
 from loramux.server.context import Context, HostContext
-from loramux.server.endpoint import Endpoint, KeyedEndpoints
 from loramux.server.errors import ErrorShape
 from loramux.server.families.anthropic import anthropic_endpoints, anthropic_error
 from loramux.server.families.llamacpp import llamacpp_endpoints
@@ -20,7 +19,8 @@ from loramux.server.families.ollama import ollama_endpoints, ollama_error
 from loramux.server.families.responses import responses_endpoints
 from loramux.server.families.sagemaker import sagemaker_endpoints
 from loramux.server.families.sglang import sglang_endpoints
-from loramux.server.page import is_browser, to_page
+from loramux.server.http.endpoint import Endpoint, KeyedEndpoints
+from loramux.server.live.page import is_browser, to_page
 
 FAMILIES: dict[str, Callable[[Context], list[Endpoint]]] = {
     "anthropic": anthropic_endpoints,

@@ -18,15 +18,15 @@ from loramux.image_backend import FinishedImage, ImageBackend, ImageForm, ImageU
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.traffic import CountedAdapter
 from loramux.receipts.receipt import Receipt, ServedImage, ServingStatus
-from loramux.server.adapter_sources import AdapterSources
-from loramux.server.caller import Caller, known_caller
+from loramux.server.auth.caller import Caller, known_caller
+from loramux.server.auth.quotas import Admission
 from loramux.server.context import HostContext
-from loramux.server.generation import resubmitting
+from loramux.server.generate.generation import resubmitting
+from loramux.server.generate.receipt_draft import MS_PER_S, ReceiptDraft, refusing
 from loramux.server.images.infotext import PARAMETERS_KEY, RECEIPT_KEY, TypedWords, infotext
 from loramux.server.images.names import Chosen, ImageNames
-from loramux.server.names import Selected
-from loramux.server.quotas import Admission
-from loramux.server.receipt_draft import MS_PER_S, ReceiptDraft, refusing
+from loramux.server.naming.names import Selected
+from loramux.server.naming.sources import AdapterSources
 from loramux.types.image import ImageRequest
 from loramux.types.modality import Modality
 from loramux.types.request import FinishReason, Selection

@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import convert, decode, read_body, read_upload
+from loramux.server.http.body import convert, decode, read_body, read_upload
+from loramux.server.http.multipart import MULTIPART, Form, media_type, parse_form
+from loramux.server.http.openapi import uploading
 from loramux.server.images.drawing import ImageContext, image_draft
-from loramux.server.images.multipart import MULTIPART, Form, media_type, parse_form
 from loramux.server.images.near_misses import check_names, names_in
 from loramux.server.images.openai import answer, make_drawing
 from loramux.server.images.sources import check_files, decode_base64
-from loramux.server.openapi import uploading
-from loramux.server.wire_images import ImageEdit, ImagesReply, JsonImageEdit
 from loramux.types.image import DEFAULT_STRENGTH, SourceImage
+from loramux.wire.images import ImageEdit, ImagesReply, JsonImageEdit
 
 _LISTS = ("adapters", "adapter_weights")
 # Objects, which forms have as JSON.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loramux.errors import InvalidRequest
-from loramux.server.wire_images import ImageGeneration, NamedLora
+from loramux.wire.images import ImageGeneration, NamedLora
 
 _NAMES = ("name", "lora_name", "adapter", "path")
 _SCALES = ("scale", "lora_scale")

@@ -9,8 +9,8 @@ from typing import Any
 from loramux.backend import AdapterHost
 from loramux.errors import AdapterRefused, InvalidRequest, suggest
 from loramux.image_backend import ImageAdapterCard
-from loramux.server.names import AdapterNames, GivenName, NamedAdapter
-from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.naming.names import AdapterNames, GivenName, NamedAdapter
+from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.types.composition import compose
 from loramux.types.request import Selection
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode
+from loramux.server.http.body import decode
 
 ADAPTER_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("adapter", "adapter_name", "adapter_names"), "adapters"),

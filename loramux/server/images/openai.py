@@ -16,18 +16,18 @@ from starlette.responses import Response
 from loramux.config.images import parse_size
 from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
-from loramux.server.body import decode, json_response, read_body
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
+from loramux.server.http.body import decode, json_response, read_body
+from loramux.server.http.openapi import generating
+from loramux.server.http.streaming import Events, named_event, stream_events, until_gone
 from loramux.server.images.choice import choose
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.lora_fields import named_adapters
 from loramux.server.images.names import selection_of
 from loramux.server.images.near_misses import check_names, names_in
 from loramux.server.images.sources import size_of
-from loramux.server.openapi import generating
-from loramux.server.streaming import Events, named_event, stream_events, until_gone
-from loramux.server.wire_images import ImageData, ImageGeneration, ImagesReply, Usage
 from loramux.types.image import ImageRequest, SourceImage
+from loramux.wire.images import ImageData, ImageGeneration, ImagesReply, Usage
 
 MAX_RANDOM_SEED = 2**32
 # Fields of other image services, with the values that mean what this server does.

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from loramux import __version__
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageCard, ImageForm, ImageUpdate
-from loramux.server.caller import Caller, caller_of
+from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.images.choice import choose
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft
 from loramux.server.images.infotext import TypedWords, model_hash
@@ -28,8 +28,8 @@ from loramux.server.images.sdapi_words import (
     read_words,
 )
 from loramux.server.images.sources import check_files, decode_base64
-from loramux.server.wire_images import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
 from loramux.types.image import ImageRequest, SourceImage
+from loramux.wire.images import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
 
 DEFAULT_STEPS = 50
 DEFAULT_CFG_SCALE = 7.0

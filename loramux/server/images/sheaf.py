@@ -16,18 +16,18 @@ from starlette.responses import Response
 from loramux.backend import Health
 from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
-from loramux.server.body import decode, json_response, read_body
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
+from loramux.server.http.body import decode, json_response, read_body
+from loramux.server.http.streaming import Events, StreamForm, event, stream_events, until_gone
 from loramux.server.images.choice import choose_deployed
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.names import selection_of
 from loramux.server.images.near_misses import check_adapter_names, names_in
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.sources import check_files, decode_base64, size_of
-from loramux.server.streaming import Events, StreamForm, event, stream_events, until_gone
-from loramux.server.wire_images import SheafEdit, SheafPredict, SheafReply
 from loramux.types.image import ImageRequest, SourceImage
+from loramux.wire.images import SheafEdit, SheafPredict, SheafReply
 
 SheafBody = SheafPredict | SheafEdit
 UNPROCESSABLE = 422

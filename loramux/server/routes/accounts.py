@@ -11,12 +11,12 @@ from starlette.responses import Response
 from loramux.errors import InvalidRequest
 from loramux.registry.audit import MAX_LIMIT, Action
 from loramux.registry.usage_report import days_between, to_csv, usage_row
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
-from loramux.server.openapi import answering
-from loramux.server.wire_accounts import AuditList, UsageList
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import answering
 from loramux.threads import QUERIES
+from loramux.wire.accounts import AuditList, UsageList
 
 DEFAULT_LIMIT = 100
 FORMATS = ("json", "csv")

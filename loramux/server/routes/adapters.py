@@ -18,23 +18,23 @@ from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.metrics.traffic import AdapterTraffic, Traffic
 from loramux.registry.names import AdapterName, NameReference, parse_adapter_name, parse_version
 from loramux.registry.records import CatalogEntry, Resolved, VersionRecipe
-from loramux.server.adapter_list import matching, with_stored
-from loramux.server.body import json_response
-from loramux.server.caller import Caller, caller_of
+from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
-from loramux.server.names import GivenName, NamedAdapter, full_name
-from loramux.server.openapi import answering
-from loramux.server.pinning import pin
+from loramux.server.generate.selection import find_named
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import answering
+from loramux.server.live.adapter_list import matching, with_stored
+from loramux.server.live.pinning import pin
+from loramux.server.live.warming import warm_up
+from loramux.server.naming.names import GivenName, NamedAdapter, full_name
+from loramux.server.naming.view import View
 from loramux.server.routes.status import YES
-from loramux.server.selection import find_named
-from loramux.server.view import View
-from loramux.server.warming import warm_up
-from loramux.server.wire import AdapterEntry, AdapterFailure, AdapterList
-from loramux.server.wire_registry import RegistryEntry, registry_entry
 from loramux.threads import QUERIES
 from loramux.types.composition import compose
 from loramux.types.modality import Modality
+from loramux.wire.registry import RegistryEntry, registry_entry
+from loramux.wire.text import AdapterEntry, AdapterFailure, AdapterList
 
 TIERS = ("device", "host", "disk", "source", "loading")
 ADDED, BUSIEST = "added", "busiest"

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
-from loramux.server.openapi import answering
-from loramux.server.wire_caller import CallerReport
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import answering
+from loramux.wire.caller import CallerReport
 
 
 def caller_routes(context: HostContext) -> APIRouter:

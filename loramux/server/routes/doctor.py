@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import AdapterNotFound, InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
-from loramux.server.openapi import answering
-from loramux.server.view import View
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import answering
+from loramux.server.naming.view import View
 
 
 def doctor_routes(context: HostContext) -> APIRouter:

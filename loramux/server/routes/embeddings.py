@@ -9,12 +9,20 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.server.body import json_response
-from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
-from loramux.server.embeddings import Inputs, Pooled, embeddings, encoded, scores, split_input
-from loramux.server.openapi import pooling
-from loramux.server.wire_pooling import (
+from loramux.server.generate.checked_fields import read_fields
+from loramux.server.generate.embeddings import (
+    Inputs,
+    Pooled,
+    embeddings,
+    encoded,
+    scores,
+    split_input,
+)
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import pooling
+from loramux.types.pooling import Pooling
+from loramux.wire.pooling import (
     EmbeddingData,
     EmbeddingList,
     EmbeddingRequest,
@@ -23,7 +31,6 @@ from loramux.server.wire_pooling import (
     PoolingList,
     PoolingRequest,
 )
-from loramux.types.pooling import Pooling
 
 
 def embedding_routes(context: Context) -> APIRouter:

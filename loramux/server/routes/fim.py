@@ -8,19 +8,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.server.body import json_response
 from loramux.server.context import Context
-from loramux.server.fim import Filler, FillPrompt
-from loramux.server.generation import Generation, RouteKind, collect, open_generation, run
-from loramux.server.openapi import generating
-from loramux.server.prompts import off_loop
-from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
-from loramux.server.requests import read_generation_body, resolve_request
+from loramux.server.generate.fim import Filler, FillPrompt
+from loramux.server.generate.generation import Generation, RouteKind, collect, open_generation, run
+from loramux.server.generate.prompts import off_loop
+from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.generate.requests import read_generation_body, resolve_request
+from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.selection import ModelReference, combination_of
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import generating
+from loramux.server.http.streaming import stream_events, until_gone
 from loramux.server.routes.openai import chat_events, complete_chat
-from loramux.server.sampling import Logprobs
-from loramux.server.selection import ModelReference, combination_of
-from loramux.server.streaming import stream_events, until_gone
-from loramux.server.wire import ChatCompletion, FimRequest
+from loramux.wire.text import ChatCompletion, FimRequest
 
 FIM = RouteKind(id_prefix="fim", prompt_param="prompt", default_max_tokens=None)
 

@@ -13,14 +13,14 @@ from loramux.errors import InvalidRequest
 from loramux.registry.access import AccessRecords
 from loramux.registry.audit import Action, Event
 from loramux.registry.keys import KeyRecord, KeyRights, NewKey
-from loramux.server.audit import recording_refusal, registry_of
-from loramux.server.body import json_response, read_json
-from loramux.server.caller import Caller, caller_of
+from loramux.server.auth.audit import recording_refusal, registry_of
+from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import Forbidden
-from loramux.server.openapi import answering, changing
-from loramux.server.wire_accounts import KeyEntry, KeyList, KeyRequest, NewKeyEntry, RotateRequest
+from loramux.server.http.body import json_response, read_json
+from loramux.server.http.openapi import answering, changing
 from loramux.threads import QUERIES
+from loramux.wire.accounts import KeyEntry, KeyList, KeyRequest, NewKeyEntry, RotateRequest
 
 _TENANT = {
     "name": "tenant",

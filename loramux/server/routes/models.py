@@ -6,13 +6,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.server.body import json_response
-from loramux.server.caller import Caller, caller_of
+from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
-from loramux.server.model_list import host_entries, list_models, registry_entry
-from loramux.server.openapi import answering
-from loramux.server.wire import ModelEntry, ModelList
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import answering
+from loramux.server.live.model_list import host_entries, list_models, registry_entry
+from loramux.wire.text import ModelEntry, ModelList
 
 
 def model_routes(context: HostContext) -> APIRouter:

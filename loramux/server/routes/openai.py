@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend import Delta, TextCodec
-from loramux.server.body import json_response
+from loramux.server.chat.tools.chat import plan_chat
+from loramux.server.chat.tools.writer import ChatWriter, write_message
 from loramux.server.context import Context
-from loramux.server.fim import FillPrompt, filler_of
-from loramux.server.generation import (
+from loramux.server.generate.fim import FillPrompt, filler_of
+from loramux.server.generate.generation import (
     Choice,
     Deltas,
     Generation,
@@ -27,17 +28,15 @@ from loramux.server.generation import (
     open_generation,
     run,
 )
-from loramux.server.openapi import generating
-from loramux.server.prompts import encode_messages, encode_prompt, off_loop, split_prompts
-from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
-from loramux.server.requests import read_generation_body, resolve_request
-from loramux.server.sampling import (
+from loramux.server.generate.prompts import encode_messages, encode_prompt, off_loop, split_prompts
+from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.generate.requests import read_generation_body, resolve_request
+from loramux.server.generate.sampling import (
     chat_logprobs_of,
     completion_logprobs_of,
 )
-from loramux.server.selection import openai_reference
-from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
-from loramux.server.token_reports import (
+from loramux.server.generate.selection import openai_reference
+from loramux.server.generate.token_reports import (
     LOWEST,
     TokenReport,
     prompt_logprobs,
@@ -45,10 +44,13 @@ from loramux.server.token_reports import (
     token_report,
     truncation_of,
 )
-from loramux.server.tools.chat import plan_chat
-from loramux.server.tools.writer import ChatWriter, write_message
-from loramux.server.usage import UsageCount
-from loramux.server.wire import (
+from loramux.server.generate.usage import UsageCount
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import generating
+from loramux.server.http.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.types.request import TokenLogprob
+from loramux.types.sampling import SamplingParams
+from loramux.wire.text import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -64,8 +66,6 @@ from loramux.server.wire import (
     TopLogprob,
     Usage,
 )
-from loramux.types.request import TokenLogprob
-from loramux.types.sampling import SamplingParams
 
 NO_REPORT = TokenReport()
 # Writing one takes as long as tokenizing so many bytes.

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.server.context import HostContext
-from loramux.server.live import LiveFeed
-from loramux.server.page import INDEX, file_response, page_files, to_page
-from loramux.server.streaming import stream_events
+from loramux.server.http.streaming import stream_events
+from loramux.server.live.feed import LiveFeed
+from loramux.server.live.page import INDEX, file_response, page_files, to_page
 
 
 def page_routes(context: HostContext) -> APIRouter:

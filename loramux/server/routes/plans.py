@@ -22,16 +22,16 @@ from loramux.capacity.plan import (
 from loramux.capacity.planner import plan_memory
 from loramux.config.fields import parse_bytes
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response, read_json
-from loramux.server.caller import Caller, caller_of
+from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
-from loramux.server.fitting import planned_base
-from loramux.server.names import NamedAdapter
-from loramux.server.openapi import taking
-from loramux.server.selection import find_named
-from loramux.server.wire import PlanRequest
+from loramux.server.generate.selection import find_named
+from loramux.server.http.body import json_response, read_json
+from loramux.server.http.openapi import taking
+from loramux.server.live.fitting import planned_base
+from loramux.server.naming.names import NamedAdapter
 from loramux.threads import PLANS
+from loramux.wire.text import PlanRequest
 
 MAX_NAMES = 20
 MAX_RANKS = 1000

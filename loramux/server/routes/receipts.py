@@ -14,16 +14,16 @@ from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.receipts.receipt import Receipt, ServingStatus
 from loramux.registry.names import parse_name_reference
 from loramux.registry.records import ReceiptFilter
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
-from loramux.server.openapi import answering
-from loramux.server.view import View, unknown_adapter
-from loramux.server.wire import ReceiptList
-from loramux.server.wire_caller import ReceiptKey
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import answering
+from loramux.server.naming.view import View, unknown_adapter
 from loramux.signing import key_id_of, public_pem
 from loramux.threads import QUERIES
+from loramux.wire.caller import ReceiptKey
+from loramux.wire.text import ReceiptList
 
 DEFAULT_LIMIT = 100
 

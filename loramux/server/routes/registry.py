@@ -18,20 +18,25 @@ from loramux.registry.audit import Action, Event
 from loramux.registry.names import AdapterName, CidReference, parse_adapter_name
 from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
-from loramux.server.audit import actor_of, recording_refusal, registry_of
-from loramux.server.body import json_response, read_json
-from loramux.server.caller import caller_of
+from loramux.server.auth.audit import actor_of, recording_refusal, registry_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
-from loramux.server.local_sources import fetched_folder, local_folder
-from loramux.server.names import full_name
-from loramux.server.openapi import answering, changing
-from loramux.server.push_stream import EVENT_STREAM, Report, no_report, progress_events
-from loramux.server.recipes import open_version
-from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.streaming import stream_events
-from loramux.server.view import View, unknown_adapter
-from loramux.server.warming import warm_up
-from loramux.server.wire_registry import (
+from loramux.server.http.body import json_response, read_json
+from loramux.server.http.openapi import answering, changing
+from loramux.server.http.streaming import stream_events
+from loramux.server.live.push_stream import EVENT_STREAM, Report, no_report, progress_events
+from loramux.server.live.warming import warm_up
+from loramux.server.naming.local_sources import fetched_folder, local_folder
+from loramux.server.naming.names import full_name
+from loramux.server.naming.recipes import open_version
+from loramux.server.naming.registry_adapters import RegistryAdapters
+from loramux.server.naming.view import View, unknown_adapter
+from loramux.sources.parse import is_remote, lasting_name
+from loramux.sources.refusals import SourceCode
+from loramux.store.library import AdapterLibrary, Pushed
+from loramux.threads import FETCHES, QUERIES
+from loramux.types.composition import compose
+from loramux.wire.registry import (
     AliasEntry,
     PromoteRequest,
     PushedEntry,
@@ -42,11 +47,6 @@ from loramux.server.wire_registry import (
     SplitRequest,
     alias_entry,
 )
-from loramux.sources.parse import is_remote, lasting_name
-from loramux.sources.refusals import SourceCode
-from loramux.store.library import AdapterLibrary, Pushed
-from loramux.threads import FETCHES, QUERIES
-from loramux.types.composition import compose
 
 T = TypeVar("T")
 

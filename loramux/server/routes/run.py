@@ -13,20 +13,27 @@ from starlette.responses import Response
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response
 from loramux.server.context import Context
-from loramux.server.generation import Deltas, Generation, RouteKind, collect, open_generation, run
-from loramux.server.names import Selected
-from loramux.server.openapi import generating
-from loramux.server.prompts import check_characters, encode_prompt, off_loop
-from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
-from loramux.server.requests import read_generation_body, resolve_request
-from loramux.server.sampling import Logprobs
-from loramux.server.selection import ModelReference, combination_of
-from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
-from loramux.server.usage import UsageCount
-from loramux.server.wire import RunAnswer, RunChunk, RunRequest
+from loramux.server.generate.generation import (
+    Deltas,
+    Generation,
+    RouteKind,
+    collect,
+    open_generation,
+    run,
+)
+from loramux.server.generate.prompts import check_characters, encode_prompt, off_loop
+from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.generate.requests import read_generation_body, resolve_request
+from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.selection import ModelReference, combination_of
+from loramux.server.generate.usage import UsageCount
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import generating
+from loramux.server.http.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.server.naming.names import Selected
 from loramux.types.composition import sum_text
+from loramux.wire.text import RunAnswer, RunChunk, RunRequest
 
 RUN = RouteKind(
     id_prefix="run",

@@ -25,13 +25,13 @@ from loramux.errors import (
 )
 from loramux.http_server.error_body import ErrorInfo
 from loramux.registry.audit import Action, Event
-from loramux.server.audit import audited
-from loramux.server.body import json_response, read_body
-from loramux.server.caller import caller_of
+from loramux.server.auth.audit import audited
+from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotJson
-from loramux.server.local_sources import check_size, local_folder
-from loramux.server.warming import warm_up
+from loramux.server.http.body import json_response, read_body
+from loramux.server.live.warming import warm_up
+from loramux.server.naming.local_sources import check_size, local_folder
 from loramux.sources.parse import is_remote
 from loramux.sources.source_id import SourceKind
 from loramux.threads import FOLDER_READS

@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.checked_fields import read_fields
 from loramux.server.context import Context
-from loramux.server.embeddings import Inputs, scores, split_input
-from loramux.server.generation import RouteKind
-from loramux.server.openapi import pooling
+from loramux.server.generate.checked_fields import read_fields
+from loramux.server.generate.embeddings import Inputs, scores, split_input
+from loramux.server.generate.generation import RouteKind
+from loramux.server.generate.scores import Pairs, Scored, score_pairs
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import pooling
 from loramux.server.routes.embeddings import reply_fields
-from loramux.server.scores import Pairs, Scored, score_pairs
-from loramux.server.wire_pooling import (
+from loramux.wire.pooling import (
     Classification,
     ClassificationList,
     ClassifyRequest,

@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import convert, decode, json_response, read_body
-from loramux.server.caller import caller_of
+from loramux.server.auth.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
+from loramux.server.http.body import convert, decode, json_response, read_body
+from loramux.server.http.streaming import until_gone
 from loramux.server.images.drawing import ImageContext, image_draft
 from loramux.server.images.sdapi_drawing import SdProgressBoard, info_of, make_drawing
 from loramux.server.images.sdapi_words import SCHEDULERS, check_fields, served_samplers
-from loramux.server.model_list import list_models
-from loramux.server.streaming import until_gone
-from loramux.server.wire_images import (
+from loramux.server.live.model_list import list_models
+from loramux.wire.images import (
     SdDrawing,
     SdImages,
     SdLora,

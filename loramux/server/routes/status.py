@@ -16,20 +16,20 @@ from starlette.responses import Response
 from loramux import __version__
 from loramux.backend import Health
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.caller import Caller, caller_of, known_caller
+from loramux.server.auth.caller import Caller, caller_of, known_caller
 from loramux.server.context import HostContext
-from loramux.server.openapi import (
+from loramux.server.http.body import json_response
+from loramux.server.http.openapi import (
     answering,
     deep_parameter,
     health_answers,
     residency_parameters,
     text_answer,
 )
-from loramux.server.reports import engine_report
-from loramux.server.residency import Residencies
-from loramux.server.wire import EngineReport, HealthReport, Liveness, VersionReport
+from loramux.server.live.reports import engine_report
+from loramux.server.live.residency import Residencies
 from loramux.types.replica_report import MAX_WAIT_S, ResidencyReport
+from loramux.wire.text import EngineReport, HealthReport, Liveness, VersionReport
 
 _log = logging.getLogger(__name__)
 N = TypeVar("N", int, float)

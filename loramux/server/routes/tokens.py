@@ -11,21 +11,21 @@ from starlette.responses import Response
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode, json_response, read_body
-from loramux.server.caller import Caller, caller_of
-from loramux.server.checked_fields import check_fields
+from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import Context
-from loramux.server.endpoint import find_keyed
-from loramux.server.openapi import answering, taking
-from loramux.server.prompts import (
+from loramux.server.generate.checked_fields import check_fields
+from loramux.server.generate.prompts import (
     MAX_CONTEXTS,
     check_token_ids,
     encode_messages,
     encode_prompt,
     off_loop,
 )
-from loramux.server.selection import codec_for, select_model, vocab_size_for
-from loramux.server.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from loramux.server.generate.selection import codec_for, select_model, vocab_size_for
+from loramux.server.http.body import decode, json_response, read_body
+from loramux.server.http.endpoint import find_keyed
+from loramux.server.http.openapi import answering, taking
+from loramux.wire.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
 BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
 

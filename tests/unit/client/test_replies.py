@@ -11,7 +11,7 @@ from loramux.client.replies import (
     TierInfo,
     Usage,
 )
-from loramux.server import wire
+from loramux.wire import text as wire
 
 
 def test_a_newer_server_with_more_fields_is_still_read() -> None:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.receipt_draft import ReceiptIssuer
+from loramux.server.generate.receipt_draft import ReceiptIssuer
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 TIMEOUT_S = 20

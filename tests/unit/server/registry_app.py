@@ -15,11 +15,11 @@ from loramux.registry.keys import KeyRights
 from loramux.registry.names import parse_name_reference
 from loramux.registry.registry import Registry
 from loramux.server.app import create_app
-from loramux.server.authentication import CredentialAuthenticator, Credentials, TokenVerifier
+from loramux.server.auth.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.context import ServerOptions
+from loramux.server.generate.receipt_draft import ReceiptIssuer
 from loramux.server.images.drawing import ImageModel
-from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
 from loramux.types.access import ALL_SCOPES, KeyScope

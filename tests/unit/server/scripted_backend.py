@@ -19,8 +19,8 @@ from loramux.backend import (
     ModelCard,
 )
 from loramux.errors import AdapterNotFound, InvalidRequest, LoramuxError
-from loramux.server.names import AdapterNames
-from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.naming.names import AdapterNames
+from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, Projection
 from loramux.types.request import FinishReason, Request, Selection, TokenLogprob

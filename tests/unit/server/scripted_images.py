@@ -18,7 +18,7 @@ from loramux.image_backend import (
     ImageUpdate,
 )
 from loramux.server.images.names import ImageNames
-from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.types.image import ImageRequest
 from loramux.types.residency import ResidencyView
 from tests.unit.server.scripted_backend import ScriptedBackend

@@ -13,9 +13,9 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Route
 
 from loramux.errors import LoramuxError
-from loramux.server.access import RouteTable, UnlistedRoute
 from loramux.server.app import create_app
-from loramux.server.caller import ANONYMOUS, Caller
+from loramux.server.auth.access import RouteTable, UnlistedRoute
+from loramux.server.auth.caller import ANONYMOUS, Caller
 from loramux.server.context import ServerOptions
 from loramux.server.errors import Unauthenticated
 from loramux.server.images.drawing import ImageModel

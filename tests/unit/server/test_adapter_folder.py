@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from loramux.server.adapter_folder import AdapterFolder
 from loramux.server.app import create_app
 from loramux.server.context import OnDemand, ServerOptions
+from loramux.server.naming.folder import AdapterFolder
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import complete, get, run
 from tests.unit.server.registry_app import Make

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from loramux.errors import SourceForbidden, SourceRefused
-from loramux.server import adapter_sources
-from loramux.server.adapter_sources import AdapterSources
 from loramux.server.app import create_app
 from loramux.server.context import OnDemand, ServerOptions
+from loramux.server.naming import sources as adapter_sources
+from loramux.server.naming.sources import AdapterSources
 from loramux.sources.config import HubConfig, Secret, SourceConfig
 from tests.hub_server import HubRepository, HubServer
 from tests.store_factory import write_tiny

@@ -16,9 +16,9 @@ from loramux.registry.access import AccessSnapshot
 from loramux.registry.keys import KeyRights, NewKey, make_key
 from loramux.registry.registry import Registry
 from loramux.server.app import create_app
-from loramux.server.authentication import CredentialAuthenticator, Credentials
+from loramux.server.auth.authentication import CredentialAuthenticator, Credentials
 from loramux.server.context import ServerOptions
-from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
 from loramux.types.access import ALL_SCOPES, KeyScope

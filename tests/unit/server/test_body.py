@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 from loramux.http_server.error_body import MAX_MESSAGE_CHARACTERS
-from loramux.server.body import decode, json_response
-from loramux.server.wire import CompletionRequest
+from loramux.server.http.body import decode, json_response
+from loramux.wire.text import CompletionRequest
 from tests.unit.server import asgi_client, bad_bodies
 from tests.unit.server.asgi_client import complete, make_app, post, request
 from tests.unit.server.bad_bodies import NOT_JSON

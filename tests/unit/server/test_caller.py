@@ -6,7 +6,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from loramux.errors import InvalidRequest
-from loramux.server.caller import ANONYMOUS, read_caller
+from loramux.server.auth.caller import ANONYMOUS, read_caller
 from loramux.types.access import ALL_SCOPES
 from tests.unit.server.asgi_client import COMPLETIONS, make_app, request
 from tests.unit.server.scripted_backend import ScriptedBackend

@@ -9,7 +9,7 @@ import llguidance
 import pytest
 
 from loramux.engine.grammar.library import definition
-from loramux.server.structured.schema import prepare_schema
+from loramux.server.chat.structured.schema import prepare_schema
 from loramux.types.grammar import Grammar
 
 INTEGER = {"type": "integer"}

@@ -19,8 +19,8 @@ from loramux.adapters.identity import CID_PREFIX
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import CombinationOptions, Recipe, decode_recipe, make_recipe
 from loramux.server.app import create_app
-from loramux.server.combinations import Combinations, make_in_child
 from loramux.server.context import OnDemand, ServerOptions
+from loramux.server.naming.combinations import Combinations, make_in_child
 from loramux.types.adapter import AdapterCard
 from tests.adapter_factory import lora_config_dict, lora_tensors, tiny_llama_config, write_adapter
 from tests.unit.server.asgi_client import complete, get, post, run
@@ -232,6 +232,6 @@ def test_the_cache_evicts_by_last_use_and_rejects_other_content(scene: Scene) ->
 
 
 def test_a_child_that_fails_says_why(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.server.combinations.MAKER", "loramux.absent")
+    monkeypatch.setattr("loramux.server.naming.combinations.MAKER", "loramux.absent")
     answer = complete(scene.start(partial(make_in_child, scene.cache.root)), model="a+b", **TIES)
     assert answer.status_code == 500

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from loramux.engine.tokenizer import Tokenizer
-from loramux.server.fim import FORMATS, Filler, FillFormat, FillPrompt
+from loramux.server.generate.fim import FORMATS, Filler, FillFormat, FillPrompt
 from loramux.types.request import Request
 from tests.tokenizer_factory import save_byte_fallback, save_byte_level
 from tests.unit.server.asgi_client import make_app, post

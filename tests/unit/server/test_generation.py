@@ -20,13 +20,19 @@ from loramux.errors import (
     RequestTimeout,
 )
 from loramux.metrics.server import Metrics
-from loramux.server.caller import ANONYMOUS
+from loramux.server.auth.caller import ANONYMOUS
 from loramux.server.context import Context, ServerOptions
-from loramux.server.generation import Deltas, Generation, GenerationRequest, RouteKind, collect
-from loramux.server.generation import run as run_generation
-from loramux.server.names import AdapterNames, Selected
-from loramux.server.receipt_draft import ReceiptDraft, ReceiptIssuer
-from loramux.server.sampling import MaxTokens
+from loramux.server.generate.generation import (
+    Deltas,
+    Generation,
+    GenerationRequest,
+    RouteKind,
+    collect,
+)
+from loramux.server.generate.generation import run as run_generation
+from loramux.server.generate.receipt_draft import ReceiptDraft, ReceiptIssuer
+from loramux.server.generate.sampling import MaxTokens
+from loramux.server.naming.names import AdapterNames, Selected
 from loramux.types.request import FinishReason, Request
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import run

@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from loramux.config.file import load_serve_config
 from loramux.errors import InvalidRequest, SourceFailed
 from loramux.launch import make_authenticator
-from loramux.server import identity
-from loramux.server.authentication import CredentialAuthenticator, Credentials
-from loramux.server.caller import Caller
+from loramux.server.auth import identity
+from loramux.server.auth.authentication import CredentialAuthenticator, Credentials
+from loramux.server.auth.caller import Caller
+from loramux.server.auth.identity import IdentityTokens, TokenRules, check_url
 from loramux.server.errors import Unauthenticated
-from loramux.server.identity import IdentityTokens, TokenRules, check_url
 from loramux.types.access import KeyScope
 from tests.unit.server.asgi_client import request, run
 from tests.unit.server.registry_app import Make

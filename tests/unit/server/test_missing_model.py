@@ -8,7 +8,7 @@ import pytest
 
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.names import AdapterNames
+from loramux.server.naming.names import AdapterNames
 from tests.unit.server.asgi_client import make_app, post
 from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import ScriptedBackend

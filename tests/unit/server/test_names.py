@@ -18,7 +18,7 @@ from loramux.errors import (
     StoreDamaged,
 )
 from loramux.registry.records import Resolved
-from loramux.server.names import GivenName, NamedAdapter, Selected
+from loramux.server.naming.names import GivenName, NamedAdapter, Selected
 from loramux.types.adapter import InspectedCard
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import run

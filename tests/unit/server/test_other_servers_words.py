@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from loramux.server import wire, wire_pooling
 from loramux.server.families import (
     anthropic,
     llamacpp,
@@ -18,7 +17,9 @@ from loramux.server.families import (
     responses,
     sglang,
 )
-from loramux.server.foreign_fields import FOREIGN_FIELDS, unsupported_in
+from loramux.server.generate.foreign_fields import FOREIGN_FIELDS, unsupported_in
+from loramux.wire import pooling as wire_pooling
+from loramux.wire import text as wire
 from tests.unit.server.asgi_client import (
     chat,
     complete,

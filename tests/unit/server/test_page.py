@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from loramux.server.page import page_files
+from loramux.server.live.page import page_files
 from tests.unit.server.asgi_client import get, make_app, request
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}

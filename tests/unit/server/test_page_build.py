@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.server.page import FOLDER
+from loramux.server.live.page import FOLDER
 
 SOURCE = Path(__file__).resolve().parents[3] / "ui"
 MIN_NODE = (20, 19)

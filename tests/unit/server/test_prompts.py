@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loramux.errors import InvalidRequest
-from loramux.server.prompts import (
+from loramux.server.generate.prompts import (
     INLINE_BODY_BYTES,
     check_characters,
     check_token_ids,
@@ -18,7 +18,7 @@ from loramux.server.prompts import (
     room_for_answer,
     split_prompts,
 )
-from loramux.server.sampling import MaxTokens
+from loramux.server.generate.sampling import MaxTokens
 from tests.unit.server.scripted_backend import ByteCodec
 
 

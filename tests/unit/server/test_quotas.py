@@ -8,7 +8,7 @@ import pytest
 
 from loramux.errors import RateLimited
 from loramux.registry.records import RecentUse
-from loramux.server.quotas import (
+from loramux.server.auth.quotas import (
     Admission,
     QuotaTable,
     duration_text,

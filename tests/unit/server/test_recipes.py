@@ -16,10 +16,10 @@ from loramux.adapters.combine.maker import CombinationMaker
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import Recipe
 from loramux.server.app import create_app
-from loramux.server.combinations import Combinations
 from loramux.server.context import OnDemand, ServerOptions
-from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.warming import prewarm
+from loramux.server.generate.receipt_draft import ReceiptIssuer
+from loramux.server.live.warming import prewarm
+from loramux.server.naming.combinations import Combinations
 from tests.adapter_factory import lora_config_dict, lora_tensors, tiny_llama_config, write_adapter
 from tests.unit.server.asgi_client import complete, get, post, request, run
 from tests.unit.server.registry_app import RegistryApp, make_registry_app

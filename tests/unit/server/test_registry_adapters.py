@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.view import WHOLE_VIEW
+from loramux.server.naming.registry_adapters import RegistryAdapters
+from loramux.server.naming.view import WHOLE_VIEW
 from tests.unit.server.asgi_client import run
 from tests.unit.server.registry_app import Make
 

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 
 from loramux.errors import InvalidRequest
-from loramux.server.foreign_fields import FOREIGN_FIELDS
-from loramux.server.sampling import (
+from loramux.server.generate.foreign_fields import FOREIGN_FIELDS
+from loramux.server.generate.sampling import (
     MaxTokens,
     chat_logprobs_of,
     completion_logprobs_of,
     max_tokens_of,
     sampling_params,
 )
-from loramux.server.wire import ChatRequest, CompletionRequest
 from loramux.types.sampling import SamplingParams
+from loramux.wire.text import ChatRequest, CompletionRequest
 from tests.unit.server.asgi_client import chat, complete, make_app
 
 GIVEN: dict[str, Any] = {

@@ -19,7 +19,7 @@ from loramux.metrics.server import Metrics
 from loramux.server.app import create_app
 from loramux.server.context import Context, ServerOptions
 from loramux.server.images.drawing import ImageContext, ImageModel
-from loramux.server.live import LiveFeed
+from loramux.server.live.feed import LiveFeed
 from loramux.types.residency import ResidencyView, Tier, key_of_cid
 from tests.unit.server.asgi_client import chat, get, post, request, run
 from tests.unit.server.scripted_backend import ScriptedBackend, named

@@ -4,7 +4,7 @@ import pytest
 
 from loramux.backend import Health
 from loramux.errors import AdapterNotFound
-from loramux.server.warming import find_prewarmed, prewarm
+from loramux.server.live.warming import find_prewarmed, prewarm
 from tests.unit.server.asgi_client import make_app, post, run
 from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import ScriptedBackend, named

@@ -6,9 +6,9 @@ import msgspec
 
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AdapterInfo, AliasAction, AliasState, Target, VersionInfo
-from loramux.server import wire
-from loramux.server.wire import ChatChunk, RunRequest
-from loramux.server.wire_registry import registry_entry
+from loramux.wire import text as wire
+from loramux.wire.registry import registry_entry
+from loramux.wire.text import ChatChunk, RunRequest
 
 
 def encoded(value: msgspec.Struct) -> object:

@@ -17,9 +17,9 @@ from loramux.errors import (
     SourceNotFound,
     SourceRefused,
 )
-from loramux.server.adapter_sources import AdapterSources
 from loramux.server.app import create_app
 from loramux.server.context import OnDemand, ServerOptions
+from loramux.server.naming.sources import AdapterSources
 from loramux.sources.config import SourceConfig
 from loramux.types.request import Request
 from tests.store_factory import write_tiny

@@ -13,9 +13,9 @@ import pytest
 from loramux.config import serve
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context, ServerOptions
-from loramux.server.endpoint import Endpoint
 from loramux.server.families.table import FAMILIES, OWN, OWN_PATHS, endpoints_of
-from loramux.server.foreign_fields import field_table
+from loramux.server.generate.foreign_fields import field_table
+from loramux.server.http.endpoint import Endpoint
 from tests.unit.server.asgi_client import get, make_app, post
 from tests.unit.server.scripted_backend import ScriptedBackend
 

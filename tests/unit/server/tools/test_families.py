@@ -15,8 +15,8 @@ from loramux.config.serve import TOOL_CALL_PARSERS
 from loramux.engine.grammar.library import Tables, tokenizer_json
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
-from loramux.server.tools.definitions import read_tools
-from loramux.server.tools.families import (
+from loramux.server.chat.tools.definitions import read_tools
+from loramux.server.chat.tools.families import (
     FAMILIES,
     GENERIC,
     HERMES,
@@ -28,8 +28,8 @@ from loramux.server.tools.families import (
     family_of_template,
     find_family,
 )
-from loramux.server.tools.grammar import call_grammar
-from loramux.server.tools.parser import Arguments, CallBegin, CallParser, Text
+from loramux.server.chat.tools.grammar import call_grammar
+from loramux.server.chat.tools.parser import Arguments, CallBegin, CallParser, Text
 from loramux.types.grammar import Grammar, GrammarOptions
 from tests.tokenizer_factory import save_byte_level
 

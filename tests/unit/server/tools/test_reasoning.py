@@ -9,7 +9,7 @@ import pytest
 
 from loramux.config.serve import REASONING_PARSERS
 from loramux.engine.grammar.library import check_grammar
-from loramux.server.tools.reasoning import ReasoningSplitter, find_reasoning
+from loramux.server.chat.tools.reasoning import ReasoningSplitter, find_reasoning
 from loramux.types.grammar import Grammar
 from tests.unit.server.asgi_client import chat, events_of, make_app
 from tests.unit.server.tools.test_families import Codec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loramux.server.tools.definitions import read_tools
+from loramux.server.chat.tools.definitions import read_tools
 from loramux.types.grammar import Grammar
 from tests.unit.server.asgi_client import chat, make_app, post
 from tests.unit.server.scripted_backend import ScriptedBackend
