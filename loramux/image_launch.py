@@ -16,7 +16,7 @@ from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageAdapterCard, ImageBackend
 from loramux.models.default_model import cache_folder
 from loramux.server.generate.selection import other_modality
-from loramux.server.images.drawing import ImageModel
+from loramux.server.images.context import ImageModel
 from loramux.server.images.names import ImageNames
 from loramux.server.naming.names import full_name
 from loramux.server.naming.registry_adapters import RegistryAdapters

@@ -44,6 +44,7 @@ from loramux.log_lines import use_one_line_records
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.models.locate import locate_model, located_images
 from loramux.progress import ByteSink
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.access import NO_ACCESS
 from loramux.registry.audit import Signer
@@ -52,8 +53,7 @@ from loramux.registry.records import Resolved
 from loramux.server.app import create_app
 from loramux.server.auth.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.context import NOTHING_ON_DEMAND, OnDemand, ServerOptions
-from loramux.server.generate.receipt_draft import ReceiptIssuer
-from loramux.server.images.drawing import ImageModel
+from loramux.server.images.context import ImageModel
 from loramux.server.live.warming import find_prewarmed, prewarm
 from loramux.server.naming.combinations import Combinations
 from loramux.server.naming.folder import AdapterFolder

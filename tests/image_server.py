@@ -18,7 +18,7 @@ from loramux.diffusion.async_engine import AsyncImageEngine
 from loramux.image_launch import engine_options
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.images.drawing import ImageModel
+from loramux.server.images.context import ImageModel
 from loramux.server.images.names import ImageNames
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from tests.image_factory import make_pipeline, peft_tensors

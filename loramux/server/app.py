@@ -17,6 +17,7 @@ from loramux.http_server.prefix import PrefixMiddleware
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.server.auth.access import CallerMiddleware, RouteTable
 from loramux.server.auth.caller import Authenticator, TenantHeader
 from loramux.server.context import (
@@ -35,7 +36,6 @@ from loramux.server.families.table import (
     root_endpoint,
     shared_with_own,
 )
-from loramux.server.generate.receipt_draft import ReceiptIssuer
 from loramux.server.http.body import Bodies
 from loramux.server.http.endpoint import routes_of, shapes_of
 from loramux.server.http.missing_routes import MissingRoutes
@@ -49,7 +49,7 @@ from loramux.server.http.request_ids import (
     WARNING_HEADER,
     RequestIdMiddleware,
 )
-from loramux.server.images.drawing import ImageContext, ImageModel
+from loramux.server.images.context import ImageContext, ImageModel
 from loramux.server.images.edits import edit_routes
 from loramux.server.images.openai import openai_routes
 from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes

@@ -12,11 +12,12 @@ from loramux.backend import AdapterHost, Health, TextBackend
 from loramux.config.access import Network
 from loramux.errors import AdapterNotFound, EngineStopped, InvalidRequest
 from loramux.metrics.server import HostMetrics, Metrics
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.registry.access import NO_ACCESS
+from loramux.registry.registry import Registry
 from loramux.server.auth.caller import Caller
 from loramux.server.auth.quotas import QuotaTable
 from loramux.server.errors import NotServed
-from loramux.server.generate.receipt_draft import ReceiptIssuer
 from loramux.server.naming.combinations import Combinations
 from loramux.server.naming.folder import AdapterFolder
 from loramux.server.naming.locks import NameLocks
@@ -188,6 +189,11 @@ class HostContext:
     @property
     def registry(self) -> RegistryAdapters | None:
         return self.names.registry
+
+    @property
+    def database(self) -> Registry | None:
+        """The registry without this server's caches."""
+        return None if self.registry is None else self.registry.registry
 
     @property
     def quotas(self) -> QuotaTable:

@@ -178,7 +178,7 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
 async def _set_selection(context: Context, request: Request, placed: PlacedAdapters) -> Response:
     raw = await read_body(request, context.options.max_body_bytes)
     change = Event(Action.SELECT, context.tenant_of(caller_of(request)), "/lora-adapters")
-    async with audited(context, request, change):
+    async with audited(context.database, request, change):
         change.details["adapters"] = placed.set_scales(raw)
     return json_response({"success": True})
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from loramux.server.context import HostContext
-from loramux.server.live.model_list import MAX_LISTED
 from loramux.server.naming.view import View
 from loramux.threads import QUERIES
 
+MAX_LISTED = 1000
+"""Adapters of the registry in a list of models; requests may name the others too."""
 MAX_NAMES = 10_000
 """Names that are compared with the one of a request."""
 MAX_CHARACTERS = 200

@@ -6,27 +6,22 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec import UNSET
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from loramux.backend import Delta
-from loramux.receipts import receipt as receipts
 from loramux.receipts.digests import TokenDigest, token_digests
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label
-from loramux.registry.names import DEFAULT_TENANT
 from loramux.server.auth.caller import ANONYMOUS, Caller, known_caller
 from loramux.server.errors import error_info
 from loramux.server.generate.usage import UsageCount
 from loramux.server.naming.names import NamedAdapter, Selected, full_name
-from loramux.token_bucket import TokenBucket
 from loramux.types.request import Request, RequestFacts
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 ON_DEVICE = "device"
 ID_PREFIX = "rcpt_"
@@ -36,77 +31,6 @@ MAX_ASKED_CHARACTERS = 200
 NO_FACTS = RequestFacts(None, 0.0, 0, 0.0, 0)
 BaseIdentity = Callable[[], tuple[str, str]]
 """Returns name and digest of the base model; both are empty until the engine has started."""
-
-
-class ReceiptQueue(Protocol):
-    """The part of a ReceiptWriter that the server uses."""
-
-    @property
-    def num_dropped(self) -> int: ...
-
-    def add(self, receipt: Receipt) -> None: ...
-
-    def find(self, receipt_id: str) -> Receipt | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiptIssuer:
-    """Signs receipts and stores them, as the settings of the server say."""
-
-    is_on: bool = True
-    in_streams: bool = False
-    """Streams end with an event that contains the receipt."""
-    has_digests: bool = True
-    """Receipts have digests of the token ids of prompts and answers."""
-    pool_id: str = "local"
-    home_tenant: str = DEFAULT_TENANT
-    """Tenant of requests without one."""
-    key: Ed25519PrivateKey | None = None
-    writer: ReceiptQueue | None = None
-    """None: receipts are sent to the client and not stored."""
-
-    refusals: RefusalBudget = field(default_factory=lambda: RefusalBudget())
-
-    @property
-    def num_dropped(self) -> int:
-        """Receipts that could not be stored, and those of too many refused requests."""
-        num_stored_late = 0 if self.writer is None else self.writer.num_dropped
-        return num_stored_late + self.refusals.num_dropped
-
-    @property
-    def stores_refusals(self) -> bool:
-        """Receipts of refused requests are not part of the reply, so they exist only if stored."""
-        return self.is_on and self.writer is not None
-
-    def issue(self, receipt: Receipt) -> Receipt:
-        issued = receipt if self.key is None else receipts.signed(receipt, self.key)
-        if self.writer is not None:
-            self.writer.add(issued)
-        return issued
-
-
-class RefusalBudget:
-    """Limits the receipts of refused requests, which cost a client nothing to send.
-
-    At most `burst` at once, and `per_second` in the long run: 20 MB a day.
-    """
-
-    def __init__(
-        self,
-        *,
-        burst: int = 256,
-        per_second: float = 0.1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._bucket = TokenBucket(burst, per_second, clock)
-        self.num_dropped = 0
-
-    def take(self) -> bool:
-        """Returns whether one more may be written."""
-        if self._bucket.try_take():
-            return True
-        self.num_dropped += 1
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

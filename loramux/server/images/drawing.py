@@ -8,56 +8,24 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 
 from loramux.errors import EngineBusy, EngineStopped, RateLimited
-from loramux.image_backend import FinishedImage, ImageBackend, ImageForm, ImageUpdate
-from loramux.metrics.images import ImageMetrics
+from loramux.image_backend import FinishedImage, ImageForm, ImageUpdate
 from loramux.metrics.traffic import CountedAdapter
 from loramux.receipts.receipt import Receipt, ServedImage, ServingStatus
 from loramux.server.auth.caller import Caller, known_caller
 from loramux.server.auth.quotas import Admission
-from loramux.server.context import HostContext
 from loramux.server.generate.generation import resubmitting
 from loramux.server.generate.receipt_draft import MS_PER_S, ReceiptDraft, refusing
+from loramux.server.images.context import ImageContext
 from loramux.server.images.infotext import PARAMETERS_KEY, RECEIPT_KEY, TypedWords, infotext
-from loramux.server.images.names import Chosen, ImageNames
+from loramux.server.images.names import Chosen
 from loramux.server.naming.names import Selected
-from loramux.server.naming.sources import AdapterSources
 from loramux.types.image import ImageRequest
-from loramux.types.modality import Modality
 from loramux.types.request import FinishReason, Selection
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageContext(HostContext):
-    """Shared by all routes for images."""
-
-    modality: ClassVar[Modality] = "image"
-    backend: ImageBackend
-    names: ImageNames
-    metrics: ImageMetrics
-
-    @property
-    def given_base_names(self) -> tuple[str, ...]:
-        return self.names.base_names
-
-    @property
-    def max_body_bytes(self) -> int:
-        return self.options.max_body_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageModel:
-    """An image model and the names of its adapters."""
-
-    backend: ImageBackend
-    names: ImageNames
-    sources: AdapterSources | None = None
-    """Fetches adapters that requests load by their source; None: none is fetched."""
 
 
 class ImageDraft(ReceiptDraft):

@@ -13,7 +13,8 @@ from loramux.errors import InvalidRequest
 from loramux.server.http.body import convert, decode, read_body, read_upload
 from loramux.server.http.multipart import MULTIPART, Form, media_type, parse_form
 from loramux.server.http.openapi import uploading
-from loramux.server.images.drawing import ImageContext, image_draft
+from loramux.server.images.context import ImageContext
+from loramux.server.images.drawing import image_draft
 from loramux.server.images.near_misses import check_names, names_in
 from loramux.server.images.openai import answer, make_drawing
 from loramux.server.images.sources import check_files, decode_base64

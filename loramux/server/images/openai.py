@@ -21,7 +21,8 @@ from loramux.server.http.body import decode, json_response, read_body
 from loramux.server.http.openapi import generating
 from loramux.server.http.streaming import Events, named_event, stream_events, until_gone
 from loramux.server.images.choice import choose
-from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
+from loramux.server.images.context import ImageContext
+from loramux.server.images.drawing import Drawing, ImageDraft, image_draft
 from loramux.server.images.lora_fields import named_adapters
 from loramux.server.images.names import selection_of
 from loramux.server.images.near_misses import check_names, names_in

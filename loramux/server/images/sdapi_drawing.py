@@ -16,7 +16,8 @@ from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageCard, ImageForm, ImageUpdate
 from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.images.choice import choose
-from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft
+from loramux.server.images.context import ImageContext
+from loramux.server.images.drawing import Drawing, ImageDraft
 from loramux.server.images.infotext import TypedWords, model_hash
 from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED

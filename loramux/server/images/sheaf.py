@@ -21,7 +21,8 @@ from loramux.server.errors import error_info, set_error_shape, shaped_response
 from loramux.server.http.body import decode, json_response, read_body
 from loramux.server.http.streaming import Events, StreamForm, event, stream_events, until_gone
 from loramux.server.images.choice import choose_deployed
-from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
+from loramux.server.images.context import ImageContext
+from loramux.server.images.drawing import Drawing, ImageDraft, image_draft
 from loramux.server.images.names import selection_of
 from loramux.server.images.near_misses import check_adapter_names, names_in
 from loramux.server.images.openai import MAX_RANDOM_SEED

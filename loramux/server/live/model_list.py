@@ -9,12 +9,10 @@ from loramux.errors import AdapterNotFound
 from loramux.registry.records import Resolved
 from loramux.server.auth.caller import Caller
 from loramux.server.context import HostContext
+from loramux.server.generate.near_names import MAX_LISTED
 from loramux.server.naming.view import View
 from loramux.threads import QUERIES
 from loramux.wire.text import ModelEntry
-
-# Limit of the registry's adapters in the list; requests may name the others too.
-MAX_LISTED = 1000
 
 
 async def list_models(context: HostContext, caller: Caller) -> list[ModelEntry]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-FOLDER = Path(__file__).parent / "ui"
+FOLDER = Path(__file__).parents[1] / "ui"
 INDEX = "index.html"
 ASSETS = "assets/"
 MEDIA_TYPES = {

@@ -23,7 +23,7 @@ async def pin(
     action = Action.PIN if pinned else Action.UNPIN
     tenant = context.tenant_of(caller_of(http))
     event = Event(action, tenant, name, {"cids": list(cids)})
-    async with audited(context, http, event), context.pins.lock:
+    async with audited(context.database, http, event), context.pins.lock:
         owners = list(_owners(context, http))
         if pinned:
             await _check(context, owners, cids)

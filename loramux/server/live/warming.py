@@ -11,7 +11,8 @@ from loramux.errors import AdapterNotFound, LoramuxError
 from loramux.registry.records import Resolved
 from loramux.server.context import Context, HostContext
 from loramux.server.generate.generation import submit
-from loramux.server.images.drawing import ImageContext, draw_smallest
+from loramux.server.images.context import ImageContext
+from loramux.server.images.drawing import draw_smallest
 from loramux.server.naming.combinations import Combinations
 from loramux.server.naming.names import AdapterNames, full_name
 from loramux.server.naming.recipes import open_version

@@ -26,6 +26,7 @@ from loramux.server.http.body import json_response
 from loramux.server.http.openapi import answering
 from loramux.server.live.adapter_list import matching, with_stored
 from loramux.server.live.pinning import pin
+from loramux.server.live.registry_entries import registry_entry
 from loramux.server.live.warming import warm_up
 from loramux.server.naming.names import GivenName, NamedAdapter, full_name
 from loramux.server.naming.view import View
@@ -33,7 +34,7 @@ from loramux.server.routes.status import YES
 from loramux.threads import QUERIES
 from loramux.types.composition import compose
 from loramux.types.modality import Modality
-from loramux.wire.registry import RegistryEntry, registry_entry
+from loramux.wire.registry import RegistryEntry
 from loramux.wire.text import AdapterEntry, AdapterFailure, AdapterList
 
 TIERS = ("device", "host", "disk", "source", "loading")

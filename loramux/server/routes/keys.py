@@ -13,7 +13,7 @@ from loramux.errors import InvalidRequest
 from loramux.registry.access import AccessRecords
 from loramux.registry.audit import Action, Event
 from loramux.registry.keys import KeyRecord, KeyRights, NewKey
-from loramux.server.auth.audit import recording_refusal, registry_of
+from loramux.server.auth.audit import actor_of, recording_refusal
 from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import Forbidden
@@ -52,7 +52,7 @@ def key_routes(context: HostContext) -> APIRouter:
         """Makes a key invalid for ever."""
         access, key_id = _records(context, request), request.path_params["key_id"]
         event = Event(Action.KEY_REVOKE, caller_of(request).tenant, key_id)
-        async with recording_refusal(context, request, event):
+        async with recording_refusal(context.database, request, event):
             tenant = _manager(request).confined_to
             await QUERIES.run(lambda: access.revoke_key(key_id, tenant=tenant))
         await _follow(context)
@@ -65,7 +65,7 @@ def key_routes(context: HostContext) -> APIRouter:
         access, key_id = _records(context, request), request.path_params["key_id"]
         body, _ = await read_json(request, RotateRequest, max_bytes=context.options.max_body_bytes)
         event = Event(Action.KEY_ROTATE, caller_of(request).tenant, key_id)
-        async with recording_refusal(context, request, event):
+        async with recording_refusal(context.database, request, event):
             manager = _manager(request)
             new = await QUERIES.run(
                 lambda: access.rotate_key(
@@ -84,7 +84,7 @@ async def _create(context: HostContext, request: Request) -> Response:
     access = _records(context, request)
     body, _ = await read_json(request, KeyRequest, max_bytes=context.options.max_body_bytes)
     event = Event(Action.KEY_CREATE, body.tenant or caller_of(request).tenant, "")
-    async with recording_refusal(context, request, event):
+    async with recording_refusal(context.database, request, event):
         manager = _manager(request)
         rights = KeyRights(
             tenant=_tenant(manager, body.tenant),
@@ -105,7 +105,7 @@ async def _create(context: HostContext, request: Request) -> Response:
 
 
 def _records(context: HostContext, request: Request) -> AccessRecords:
-    return registry_of(context, request).access
+    return context.require_registry().registry.acting(actor_of(request)).access
 
 
 def _manager(request: Request) -> Caller:

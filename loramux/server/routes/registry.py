@@ -18,13 +18,14 @@ from loramux.registry.audit import Action, Event
 from loramux.registry.names import AdapterName, CidReference, parse_adapter_name
 from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
-from loramux.server.auth.audit import actor_of, recording_refusal, registry_of
+from loramux.server.auth.audit import actor_of, recording_refusal
 from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.http.body import json_response, read_json
 from loramux.server.http.openapi import answering, changing
 from loramux.server.http.streaming import stream_events
 from loramux.server.live.push_stream import EVENT_STREAM, Report, no_report, progress_events
+from loramux.server.live.registry_entries import alias_entry
 from loramux.server.live.warming import warm_up
 from loramux.server.naming.local_sources import fetched_folder, local_folder
 from loramux.server.naming.names import full_name
@@ -45,7 +46,6 @@ from loramux.wire.registry import (
     Removed,
     RollbackRequest,
     SplitRequest,
-    alias_entry,
 )
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def registry_routes(context: HostContext) -> APIRouter:
         event = Event(Action.PUSH, _tenant_in(body.reference, view), body.reference)
 
         async def push(progress: Report) -> PushedEntry:
-            async with recording_refusal(context, request, event):
+            async with recording_refusal(context.database, request, event):
                 pushed = await FETCHES.run(_push, context, library, body, view, progress)
             registry.forget([AdapterName(pushed.tenant, pushed.name)])
             return _pushed_entry(pushed)
@@ -85,9 +85,9 @@ def registry_routes(context: HostContext) -> APIRouter:
         reference = request.path_params["name"]
         view = context.view_of(caller_of(request))
         event = Event(Action.DELETE, _tenant_in(reference, view), reference)
-        async with recording_refusal(context, request, event):
+        async with recording_refusal(context.database, request, event):
             parsed = view.parse(reference)
-            await QUERIES.run(registry_of(context, request).remove, str(parsed))
+            await QUERIES.run(registry.registry.acting(actor_of(request)).remove, str(parsed))
         registry.forget([parsed.adapter])
         return json_response(Removed(id=reference))
 
@@ -171,7 +171,7 @@ class _AliasChange:
         return current.revision
 
     async def run(self, change: Callable[[Registry, str], AliasState]) -> Response:
-        registry = registry_of(self._context, self._request)
+        registry = self._context.require_registry().registry.acting(actor_of(self._request))
         state = await QUERIES.run(change, registry, str(self._name))
         self._registry.forget([self._name])
         response = json_response(alias_entry(state))

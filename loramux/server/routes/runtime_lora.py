@@ -119,7 +119,7 @@ async def load_named(context: HostContext, http: Request, asked: LoadRequest) ->
     """Loads an adapter under its name; raises VllmError."""
     details = {"source": asked.lora_path}
     event = Event(Action.LOAD, context.tenant_of(caller_of(http)), asked.lora_name, details)
-    async with audited(context, http, event):
+    async with audited(context.database, http, event):
         event.details["cid"] = await _load(context, asked)
 
 
@@ -226,7 +226,7 @@ async def _folder(context: HostContext, path: str) -> str:
 async def unload_named(context: HostContext, http: Request, name: str) -> None:
     """Unloads the adapter of a name; raises VllmError."""
     event = Event(Action.UNLOAD, context.tenant_of(caller_of(http)), name)
-    async with audited(context, http, event):
+    async with audited(context.database, http, event):
         await _unload(context, name)
 
 

@@ -18,7 +18,8 @@ from loramux.server.auth.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
 from loramux.server.http.body import convert, decode, json_response, read_body
 from loramux.server.http.streaming import until_gone
-from loramux.server.images.drawing import ImageContext, image_draft
+from loramux.server.images.context import ImageContext
+from loramux.server.images.drawing import image_draft
 from loramux.server.images.sdapi_drawing import SdProgressBoard, info_of, make_drawing
 from loramux.server.images.sdapi_words import SCHEDULERS, check_fields, served_samplers
 from loramux.server.live.model_list import list_models

@@ -11,9 +11,9 @@ from typing import Any
 import httpx2
 from fastapi import FastAPI
 
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.generate.receipt_draft import ReceiptIssuer
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 TIMEOUT_S = 20

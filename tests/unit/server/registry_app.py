@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.receipts.receipt import Receipt
 from loramux.receipts.writer import to_record
 from loramux.registry.keys import KeyRights
@@ -17,8 +18,7 @@ from loramux.registry.registry import Registry
 from loramux.server.app import create_app
 from loramux.server.auth.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.context import ServerOptions
-from loramux.server.generate.receipt_draft import ReceiptIssuer
-from loramux.server.images.drawing import ImageModel
+from loramux.server.images.context import ImageModel
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore

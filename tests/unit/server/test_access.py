@@ -18,7 +18,7 @@ from loramux.server.auth.access import RouteTable, UnlistedRoute
 from loramux.server.auth.caller import ANONYMOUS, Caller
 from loramux.server.context import ServerOptions
 from loramux.server.errors import Unauthenticated
-from loramux.server.images.drawing import ImageModel
+from loramux.server.images.context import ImageModel
 from loramux.types.access import ALL_SCOPES, KeyScope
 from loramux.types.routes import ROUTE_ACCESS
 from tests.unit.server.asgi_client import request

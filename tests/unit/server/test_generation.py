@@ -20,6 +20,7 @@ from loramux.errors import (
     RequestTimeout,
 )
 from loramux.metrics.server import Metrics
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.server.auth.caller import ANONYMOUS
 from loramux.server.context import Context, ServerOptions
 from loramux.server.generate.generation import (
@@ -30,7 +31,7 @@ from loramux.server.generate.generation import (
     collect,
 )
 from loramux.server.generate.generation import run as run_generation
-from loramux.server.generate.receipt_draft import ReceiptDraft, ReceiptIssuer
+from loramux.server.generate.receipt_draft import ReceiptDraft
 from loramux.server.generate.sampling import MaxTokens
 from loramux.server.naming.names import AdapterNames, Selected
 from loramux.types.request import FinishReason, Request

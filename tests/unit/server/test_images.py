@@ -27,7 +27,7 @@ from loramux.image_backend import ImageForm
 from loramux.image_launch import engine_options
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.images.drawing import ImageModel
+from loramux.server.images.context import ImageModel
 from loramux.server.images.names import ImageNames
 from loramux.specs import BatchPolicy, LoRAAdapter, LoRAConfig, ModelSpec
 from loramux.types.residency import Tier, key_of_cid

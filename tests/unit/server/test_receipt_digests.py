@@ -17,7 +17,7 @@ from loramux.backend import Delta
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import EngineStopped
 from loramux.receipts.claims import ANSWERS, PROMPTS, is_signed
-from loramux.server.generate.receipt_draft import ReceiptIssuer
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.signing import make_key_files, read_private_key
 from loramux.types.request import Request
 from tests.cli_factory import Shell

@@ -12,8 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from loramux.backend import Delta
 from loramux.errors import EngineBusy, EngineStopped
+from loramux.receipts.issuer import ReceiptIssuer, RefusalBudget
 from loramux.receipts.receipt import Receipt, Verdict, check
-from loramux.server.generate.receipt_draft import NO_FACTS, ReceiptIssuer, RefusalBudget, slowest
+from loramux.server.generate.receipt_draft import NO_FACTS, slowest
 from loramux.types.request import Request, RequestFacts
 from tests.unit.server.asgi_client import (
     CHAT,

@@ -15,9 +15,9 @@ from loramux.adapters.combine.cache import CombinationCache
 from loramux.adapters.combine.maker import CombinationMaker
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import Recipe
+from loramux.receipts.issuer import ReceiptIssuer
 from loramux.server.app import create_app
 from loramux.server.context import OnDemand, ServerOptions
-from loramux.server.generate.receipt_draft import ReceiptIssuer
 from loramux.server.live.warming import prewarm
 from loramux.server.naming.combinations import Combinations
 from tests.adapter_factory import lora_config_dict, lora_tensors, tiny_llama_config, write_adapter

@@ -8,7 +8,7 @@ import pytest
 
 from loramux.backend import Health
 from loramux.errors import EngineBusy
-from loramux.server.generate.receipt_draft import ReceiptIssuer
+from loramux.receipts.issuer import ReceiptIssuer
 from tests.unit.server.asgi_client import CHAT, COMPLETIONS, chat, complete, get, make_app, post
 from tests.unit.server.registry_app import Make, RegistryApp
 from tests.unit.server.scripted_backend import ScriptedBackend

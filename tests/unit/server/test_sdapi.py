@@ -17,7 +17,7 @@ from loramux.diffusion.samplers import SAMPLERS as OURS
 from loramux.errors import InvalidRequest
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.images.drawing import ImageModel
+from loramux.server.images.context import ImageModel
 from loramux.server.images.sdapi_words import (
     SAMPLERS,
     find_sampler,

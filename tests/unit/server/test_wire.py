@@ -6,8 +6,8 @@ import msgspec
 
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AdapterInfo, AliasAction, AliasState, Target, VersionInfo
+from loramux.server.live.registry_entries import registry_entry
 from loramux.wire import text as wire
-from loramux.wire.registry import registry_entry
 from loramux.wire.text import ChatChunk, RunRequest
 
 
