@@ -75,7 +75,7 @@ class JsonImageEdit(ImageEdit, kw_only=True):
     mask: str | None = None
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class ImageUsage(Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     """Image tokens times steps."""
@@ -92,7 +92,7 @@ class ImagesReply(Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: list[ImageData]
     output_format: str
     size: str
-    usage: Usage
+    usage: ImageUsage
     quality: str = msgspec.field(default_factory=lambda: "auto")
     background: str = msgspec.field(default_factory=lambda: "opaque")
     serving: dict[str, Any] | None = None

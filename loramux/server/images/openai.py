@@ -28,7 +28,7 @@ from loramux.server.images.names import selection_of
 from loramux.server.images.near_misses import check_names, names_in
 from loramux.server.images.sources import size_of
 from loramux.types.image import ImageRequest, SourceImage
-from loramux.wire.images import ImageData, ImageGeneration, ImagesReply, Usage
+from loramux.wire.images import ImageData, ImageGeneration, ImagesReply, ImageUsage
 
 MAX_RANDOM_SEED = 2**32
 # Fields of other image services, with the values that mean what this server does.
@@ -184,10 +184,10 @@ def _event(name: str, data: bytes, common: Mapping[str, Any], more: Mapping[str,
     return named_event(name, {"type": name, "b64_json": _text(data), **common, **more})
 
 
-def _usage(images: list[FinishedImage]) -> Usage:
+def _usage(images: list[FinishedImage]) -> ImageUsage:
     prompt = sum(image.prompt_tokens for image in images)
     made = sum(image.image_tokens for image in images)
-    return Usage(
+    return ImageUsage(
         input_tokens=prompt,
         output_tokens=made,
         total_tokens=prompt + made,
