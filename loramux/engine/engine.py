@@ -172,8 +172,8 @@ class Engine:
         """Queue a request whose grammar is compiled; raise what makes it impossible."""
         made: list[Constraint] = []
         if request.params.is_constrained:
-            matcher = None if compiled is None else compiled.result()
-            made = self.constraints.make(request, matcher, self._vocab_size_of(request))
+            found = None if compiled is None else compiled.result()
+            made = self.constraints.make(request, found, self._vocab_size_of(request))
         self._tracker.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
         try:
             self.scheduler.add(request, now, made)

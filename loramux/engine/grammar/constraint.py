@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from loramux.engine.grammar.distinct_keys import DistinctKeys
 from loramux.engine.grammar.library import WORD_BITS
 from loramux.types.sampling import SamplingParams
 
@@ -31,6 +32,7 @@ class Constraint:
         *,
         vocab_size: int,
         own_eos_ids: tuple[int, ...] = (),
+        distinct_keys: DistinctKeys | None = None,
     ) -> None:
         """`stop_token_ids`: those that end the answer, the model's own included.
 
@@ -39,6 +41,7 @@ class Constraint:
         self.matcher = matcher
         self.vocab_size = vocab_size
         self._own_eos_ids = own_eos_ids
+        self._distinct_keys = distinct_keys
         self.allowed: NDArray[np.int32] | None = None
         self.error: str | None = None
         self._stop_token_ids = tuple(stop_token_ids)
@@ -64,6 +67,8 @@ class Constraint:
             return
         if token_id in self._own_eos_ids and matcher.is_accepting():
             return
+        if self._distinct_keys is not None:
+            self._distinct_keys.accept(token_id, matcher)
         if not matcher.consume_token(token_id):
             self.error = f"The grammar failed: {matcher.get_error()}"
 
@@ -74,8 +79,11 @@ class Constraint:
         """
         if self.matcher is not None and self.matcher.is_error():
             self.error = f"The grammar failed: {self.matcher.get_error()}"
-        elif self.matcher is not None and self._own_eos_ids and self.matcher.is_accepting():
-            words |= _mask_of(self._own_eos_ids, words.shape[0])
+        elif self.matcher is not None:
+            if self._distinct_keys is not None:
+                self._distinct_keys.restrict(words, self.matcher)
+            if self._own_eos_ids and self.matcher.is_accepting():
+                words |= _mask_of(self._own_eos_ids, words.shape[0])
         if self._allowed_token_ids is not None:
             words &= _mask_of(self._allowed_token_ids, words.shape[0])
         if len(output_token_ids) < self._min_tokens:

@@ -9,13 +9,16 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loramux.engine.grammar.constraint import Constraint, full_mask
+from loramux.engine.grammar.distinct_keys import DistinctKeys
 from loramux.engine.grammar.library import WORD_BITS, MaskFiller, Tables, tokenizer_json
+from loramux.engine.grammar.open_objects import has_key_patterns, has_open_objects
+from loramux.engine.grammar.token_texts import TokenTexts
 from loramux.errors import InvalidRequest
 from loramux.types.grammar import Grammar
 from loramux.types.request import Request
@@ -25,7 +28,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _log = logging.getLogger(__name__)
-CompiledGrammar: TypeAlias = "Future[LLMatcher]"
+
+
+class Compiled(NamedTuple):
+    """A grammar that is compiled, whose matcher each choice copies."""
+
+    matcher: LLMatcher
+    grammar: Grammar
+    texts: TokenTexts | None
+    """Those of the tokens, if a key of an object could repeat."""
+
+    def distinct_keys(self) -> DistinctKeys | None:
+        if self.texts is None:
+            return None
+        return DistinctKeys(
+            self.texts,
+            is_whole=self.grammar.kind == "json_schema" and self.grammar.reasoning is None,
+            may_run_out=has_key_patterns(self.grammar),
+        )
+
+
+CompiledGrammar: TypeAlias = Future[Compiled]
 """Raises InvalidRequest if the grammar cannot be compiled."""
 _MAX_COMPILED = 256
 """Grammars that are kept; the one that was not used for the longest time goes first."""
@@ -98,9 +121,9 @@ class Constraints:
         return found
 
     def make(
-        self, request: Request, matcher: LLMatcher | None, vocab_size: int
+        self, request: Request, compiled: Compiled | None, vocab_size: int
     ) -> list[Constraint]:
-        """Make the constraint of each choice; `matcher` is the compiled grammar."""
+        """Make the constraint of each choice."""
         params = request.params
         eos = () if params.ignore_eos else request.eos_token_ids
         own_eos = tuple(token for token in eos if token not in self._eos_token_ids)
@@ -108,9 +131,10 @@ class Constraints:
             Constraint(
                 params,
                 (*eos, *params.stop_token_ids),
-                None if matcher is None else matcher.deep_copy(),
+                None if compiled is None else compiled.matcher.deep_copy(),
                 vocab_size=vocab_size,
                 own_eos_ids=own_eos,
+                distinct_keys=None if compiled is None else compiled.distinct_keys(),
             )
             for _ in range(params.n)
         ]
@@ -166,9 +190,11 @@ class Constraints:
             self._words = np.empty((max(num_rows, 2 * len(self._words)), num_words), dtype=np.int32)
         return self._words[:num_rows]
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, text: str) -> Compiled:
         try:
-            return self._read_tables().compile(Grammar.decode(grammar))
+            tables, grammar = self._read_tables(), Grammar.decode(text)
+            is_open = has_open_objects(grammar)
+            return Compiled(tables.compile(grammar), grammar, tables.texts if is_open else None)
         except (ValueError, OSError) as error:
             raise InvalidRequest(
                 f"The grammar cannot be compiled: {error}", param="grammar"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loramux.engine.grammar.token_texts import TokenTexts
 from loramux.errors import InvalidRequest
 from loramux.types.grammar import Grammar, ReasoningMarks
 
@@ -137,6 +139,17 @@ class Tables:
         except ValueError as error:
             raise ValueError(_unusable(tokenizer, error)) from error
         self.num_words = -(-num_tokens // WORD_BITS)
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """The bytes of the tokens."""
+        tokenizer = self._tokenizer
+        return TokenTexts(
+            [
+                b"" if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token])
+                for token in range(tokenizer.vocab_size)
+            ]
+        )
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Compile a grammar without the interpreter's lock; raises ValueError."""

@@ -112,6 +112,22 @@ def test_the_same_seed_gives_the_same_answer_with_and_without_other_rows(llm: LL
     assert mixed.outputs[0].token_ids == answer(llm, sampling).outputs[0].token_ids
 
 
+def test_objects_with_free_keys_do_not_repeat_one(llm: LLM) -> None:
+    grammar = Grammar.of_schema({"type": "object", "additionalProperties": {"type": "null"}})
+    letters = {letter: llm.tokenizer.encode(letter)[0] for letter in '{"nul:,}'}
+    bias = {letters['"']: 3.0, letters[","]: 2.0, letters["}"]: -2.0}
+    sampling = params(
+        grammar, allowed_token_ids=(*letters.values(), EOS), logit_bias=bias, n=8, max_tokens=400
+    )
+    keys = [
+        [key for key, _ in json.loads(choice.text, object_pairs_hook=list)]
+        for choice in answer(llm, sampling).outputs
+        if choice.finish_reason is FinishReason.STOP
+    ]
+    assert max(map(len, keys)) > 2
+    assert all(len(set(one)) == len(one) for one in keys)
+
+
 def test_an_answer_that_ends_by_length_says_so(llm: LLM) -> None:
     choice = answer(llm, params(Grammar("regex", "[a-z]{50}"), max_tokens=3)).outputs[0]
     assert choice.finish_reason is FinishReason.LENGTH
