@@ -49,10 +49,10 @@ from benchmarks.lib.report import (
 from benchmarks.lib.serve_process import StartedServer, started_server
 from benchmarks.lib.traffic import Watch, make_request, milliseconds, percentile
 from loramux import LLM
+from loramux.base.process_environment import set_process_environment
 from loramux.engine.engine import Engine
 from loramux.models.folder import describe_model
 from loramux.models.locate import locate_model
-from loramux.process_environment import set_process_environment
 from loramux.types.model import BaseModelInfo
 from loramux.types.request import Request
 

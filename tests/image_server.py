@@ -10,12 +10,12 @@ from typing import Any
 from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
-from loramux.backend import TextBackend
+from loramux.backend.text import TextBackend
 from loramux.config.images import ImageConfig
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.adapter import ImageAdapter
 from loramux.diffusion.async_engine import AsyncImageEngine
-from loramux.image_launch import engine_options
+from loramux.launch.images import engine_options
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.images.context import ImageModel

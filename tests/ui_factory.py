@@ -14,10 +14,10 @@ import axe_playwright_python
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response, sync_playwright
 from sqlalchemy import insert
 
+from loramux.base.signing import make_key_files
 from loramux.registry import schema as tables
 from loramux.registry.keys import KeyRights
 from loramux.registry.registry import Registry
-from loramux.signing import make_key_files
 from loramux.types.access import ALL_SCOPES, KeyScope
 from tests.registry_factory import make_cid
 from tests.serve_factory import RunningServer, running_server

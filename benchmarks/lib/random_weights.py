@@ -21,7 +21,6 @@ from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.packed.paged import OCTET, RankBlockLayout, fp12_elements
 from loramux.config.engine import EngineConfig, ResolvedConfig
 from loramux.config.fields import AUTO
-from loramux.device_choice import choose_device, resolve_config
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.memory.device import host_buffer
@@ -32,6 +31,7 @@ from loramux.models.dtypes import resolve_dtype
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.models.loader import LoadedModel, done
 from loramux.models.packed_linear import pack_linears
+from loramux.runner.device_choice import choose_device, resolve_config
 from loramux.types.adapter import AdapterCard
 from loramux.types.model import BaseModelInfo
 

@@ -20,10 +20,10 @@ from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.paired_rounds import interval, run_round
 from benchmarks.lib.report import Table, write_table
 from benchmarks.studies.receipt_overhead import Rounds, options, show
+from loramux.base.signing import make_key_files
 from loramux.registry.keys import KeyRights
 from loramux.registry.registry import Registry
 from loramux.registry.tenants import SettingChanges
-from loramux.signing import make_key_files
 from loramux.types.access import KeyScope
 from tests.serve_factory import RunningServer, running_server
 

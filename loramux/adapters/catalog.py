@@ -24,8 +24,8 @@ from loramux.adapters.peft.folder import open_folder, refusing_os_errors
 from loramux.adapters.peft.inspection import InspectedAdapter
 from loramux.adapters.peft.tokenizer_files import digest_of_files
 from loramux.adapters.workers import CALLING_THREAD, Workers
+from loramux.base.private_files import make_private_folder, private_opener
 from loramux.errors import AdapterNotFound, AdapterRefused
-from loramux.private_files import make_private_folder, private_opener
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo
 

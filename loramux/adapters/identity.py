@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
 from loramux.errors import InvalidRequest
 
 FORMAT = "loramux-adapter/1"

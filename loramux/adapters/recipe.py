@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from loramux.adapters.identity import CID_PREFIX, parse_cid
-from loramux.canonical_json import MAX_EXACT_INTEGER, canonical_json
+from loramux.base.canonical_json import MAX_EXACT_INTEGER, canonical_json
 from loramux.errors import InvalidRequest, suggest
 
 FORMAT = "loramux-merge/1"

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
+from loramux.base.signing import KEY_ID_DIGITS
 from loramux.errors import AdapterRefused, InvalidRequest
-from loramux.signing import KEY_ID_DIGITS
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loramux.base.signing import read_public_key
 from loramux.cli.console import printable, say, working
 from loramux.cli.registry_options import (
     FAILED,
@@ -22,7 +23,6 @@ from loramux.cli.registry_options import (
     open_registry,
 )
 from loramux.cli.registry_view import time_text
-from loramux.signing import read_public_key
 
 if TYPE_CHECKING:
     from loramux.registry.audit import StoredEntry

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
-from loramux.progress import size_text as size_text
+from loramux.base.progress import size_text as size_text
 
 
 def say(console: Console, label: str, text: str, *, style: str) -> None:

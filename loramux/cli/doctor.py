@@ -334,7 +334,7 @@ def measure(report: Report, model: Path) -> Report:
 def with_signature(report: Report, signers: Iterable[Path]) -> Report:
     """Add what the signatures in the folder say; refuse if none is of the given keys."""
     from loramux.adapters.signature import find_verified, parse_signing_key, read_signatures
-    from loramux.signing import read_pem
+    from loramux.base.signing import read_pem
     from loramux.store.manifest import folder_manifest
 
     folder = Path(report.folder)

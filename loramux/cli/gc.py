@@ -119,7 +119,7 @@ def collect_remote(
     is_empty_right: bool,
 ) -> None:
     with open_registry(registry, data) as opened:
-        from loramux.compose import open_bucket
+        from loramux.launch.library import open_bucket
         from loramux.store.gc import Collected, collect_bucket, plan_bucket
 
         since = time.time() - parse_duration(older_than)

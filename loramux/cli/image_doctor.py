@@ -57,8 +57,8 @@ def examine_image_adapter(path: Path, model: Path, *, probe: bool, as_json: bool
 def _registered(name: Path) -> Path:
     """Returns the folder of an adapter of the registry; a path that is no name of it as it is."""
     # Imported here: `--help` needs no database driver.
-    from loramux.compose import LibraryOptions, open_library
     from loramux.config.paths import find_data_paths
+    from loramux.launch.library import LibraryOptions, open_library
 
     places = find_data_paths()
     if not Path(places.registry).exists() and "://" not in str(places.registry):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from loramux import __version__
+from loramux.base.process_environment import set_process_environment
 from loramux.cli import (
     audit,
     bench,
@@ -31,7 +32,6 @@ from loramux.cli import (
     top,
     tune,
 )
-from loramux.process_environment import set_process_environment
 
 REGISTRY_COMMANDS: dict[str, Callable[..., None]] = {
     "push": push.push,

@@ -400,8 +400,8 @@ def planned_device(arguments: PlanArguments) -> PlannedDevice:
 
 def local_device(wanted: str) -> tuple[str, str, int | None]:
     """The device, and the name and memory of the GPU of this machine that it means, if any."""
-    from loramux.device_choice import choose_device
     from loramux.memory.gpus import GpuFault, visible_gpus
+    from loramux.runner.device_choice import choose_device
 
     device = choose_device().device if wanted == AUTO else wanted
     gpus = [] if device == "cpu" else visible_gpus()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from loramux.adapters.images.files import is_image_adapter
 from loramux.adapters.signature import read_signatures, sign_manifest
+from loramux.base.signing import read_private_key
 from loramux.cli.console import ByteView, say, size_text
 from loramux.cli.doctor import diagnose, measure, show_report
 from loramux.cli.registry_options import (
@@ -32,7 +33,6 @@ from loramux.config.fields import parse_bytes
 from loramux.config.paths import FETCH_FOLDER, find_data_paths
 from loramux.errors import InvalidRequest
 from loramux.registry.names import check_alias, parse_push_reference
-from loramux.signing import read_private_key
 from loramux.sources.config import FetchLimits, HttpConfig, SourceConfig
 from loramux.store.manifest import folder_manifest
 from loramux.types.modality import Modality

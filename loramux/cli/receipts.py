@@ -18,6 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from loramux.adapters.identity import CID_PREFIX, is_digest
+from loramux.base.signing import make_key_files, public_key_path, read_public_key
 from loramux.cli.console import printable, say, show_error
 from loramux.cli.registry_options import (
     FAILED,
@@ -33,7 +34,6 @@ from loramux.receipts.claims import ANSWERS, PROMPTS, is_signed, replies_of
 from loramux.receipts.receipt import Verdict, check
 from loramux.registry.names import CidReference, NameReference
 from loramux.registry.records import ReceiptFilter, StoredReceipt
-from loramux.signing import make_key_files, public_key_path, read_public_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.cli.console import show_error
 from loramux.config.paths import find_data_paths
 from loramux.errors import InvalidRequest, LoramuxError
-from loramux.progress import SILENT, ByteSink
 
 if TYPE_CHECKING:
     from loramux.registry.registry import Registry
@@ -71,9 +71,9 @@ def open_registry(registry: str | None, data: Path | None) -> Iterator[Registry]
     """Open the registry; an error inside ends the command with a message and an exit status."""
     with reporting_errors():
         # Imported here and below: a database driver slows down `--help`.
-        from loramux import compose
+        from loramux.launch import library as stores
 
-        with compose.open_registry(find_data_paths(registry=registry, data=data)) as opened:
+        with stores.open_registry(find_data_paths(registry=registry, data=data)) as opened:
             yield opened
 
 
@@ -99,7 +99,7 @@ def open_library(
 ) -> Iterator[AdapterLibrary]:
     """Open registry and store; an error inside ends the command like in open_registry."""
     with reporting_errors():
-        from loramux import compose
+        from loramux.launch import library as stores
         from loramux.store.intake import StoreLimits
 
         places = find_data_paths(
@@ -109,13 +109,13 @@ def open_library(
             remote_store=options.remote_store,
         )
         size = options.max_adapter_bytes
-        library_options = compose.LibraryOptions(
+        library_options = stores.LibraryOptions(
             sources=options.sources,
-            limits=StoreLimits() if size is None else compose.store_limits(size),
+            limits=StoreLimits() if size is None else stores.store_limits(size),
             sink=options.sink,
             on_fetch=options.on_fetch,
         )
-        with compose.open_library(places, library_options) as library:
+        with stores.open_library(places, library_options) as library:
             yield library
 
 

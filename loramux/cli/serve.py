@@ -20,7 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from typer.core import TyperCommand
 
-from loramux.backend import HostCard, ModelCard
+from loramux.backend.host import HostCard
+from loramux.backend.images import ImageCard
+from loramux.backend.text import ModelCard
+from loramux.base.progress import ByteSink
 from loramux.cli.console import ByteView, printable, say, show_error, size_text
 from loramux.cli.vllm_flags import translate_vllm_flags
 from loramux.config.fields import AUTO, Kind, Setting, flag
@@ -28,11 +31,9 @@ from loramux.config.file import load_serve_config
 from loramux.config.images import with_demo
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
-from loramux.image_backend import ImageCard
-from loramux.progress import ByteSink
 
 if TYPE_CHECKING:
-    from loramux.launch import ReadyModel, ServerReady
+    from loramux.launch.serve import ReadyModel, ServerReady
 
 MAX_NAMES_SHOWN = 20
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -356,14 +357,14 @@ def import_launch(config: ServeConfig) -> Launch:
     # Imported late: this takes seconds, and `--help` needs none of it. The engine process, which
     # imports torch, starts meanwhile.
     if not config.serves_text:
-        from loramux import launch
+        from loramux.launch import serve as launch
 
         return launch.serve
     from loramux.worker.spawn import spawn_worker
 
     worker = spawn_worker()
     try:
-        from loramux import launch
+        from loramux.launch import serve as launch
     except BaseException:
         worker.close()
         raise

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from loramux.adapters.identity import compute_cid
 from loramux.adapters.signature import SIGNATURE_NAME, sign_manifest, signed_bytes
+from loramux.base.signing import key_id_of, read_private_key
 from loramux.cli.console import say
 from loramux.cli.registry_options import reporting_errors
 from loramux.errors import InvalidRequest
-from loramux.signing import key_id_of, read_private_key
 from loramux.store.manifest import folder_manifest
 
 

@@ -62,10 +62,10 @@ def write_table(
     # Imported here: torch slows down `--help`.
     import torch
 
-    from loramux.device_choice import choose_device
     from loramux.models.architectures import parse_config
     from loramux.models.folder import read_any_config
     from loramux.models.locate import locate_model
+    from loramux.runner.device_choice import choose_device
     from loramux.runner.gemm.table import read_table, user_table_file
     from loramux.runner.tune import TuneOptions, tune_model
 

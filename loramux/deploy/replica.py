@@ -19,10 +19,10 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
+from loramux.base.private_files import private_opener
 from loramux.config.paths import find_data_paths
 from loramux.deploy.slots import Slot
 from loramux.errors import LoramuxError
-from loramux.private_files import private_opener
 from loramux.types.replica_report import ResidencyReport
 
 _log = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def _write_limits(
     settings: Mapping[str, Any], limits: Mapping[str, Mapping[str, int | None]]
 ) -> None:
     # Imported here: most deployments have no limits, and this needs a database.
-    from loramux.compose import open_registry
+    from loramux.launch.library import open_registry
     from loramux.registry.tenants import SettingChanges
 
     places = find_data_paths(registry=settings.get("registry"), data=settings.get("data"))

@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from loramux.base.private_files import make_private_folder
 from loramux.errors import LoramuxError
-from loramux.private_files import make_private_folder
 
 MAX_SLOTS = 256
 # A file in the folder of a place from when its replica is ready until it leaves. One that never was

@@ -8,16 +8,16 @@ import secrets
 from collections.abc import AsyncIterator, Sized
 from dataclasses import replace
 
-from loramux.diffusion.messages import Draw, Drawn, Reply, Report, StartImages
-from loramux.diffusion.options import ImageEngineOptions
-from loramux.errors import EngineBusy, EngineStopped, LoramuxError
-from loramux.image_backend import (
+from loramux.backend.images import (
     ImageAdapterCard,
     ImageCard,
     ImageForm,
     ImageStats,
     ImageUpdate,
 )
+from loramux.diffusion.messages import Draw, Drawn, Reply, Report, StartImages
+from loramux.diffusion.options import ImageEngineOptions
+from loramux.errors import EngineBusy, EngineStopped, LoramuxError
 from loramux.types.image import ImageRequest
 from loramux.worker.hosted import HostedEngine
 from loramux.worker.messages import Abort, Message, Refused, decode_error
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncImageEngine(HostedEngine[ImageCard, ImageAdapterCard, ImageStats]):
-    """Implements loramux.image_backend.ImageBackend over an engine in another process."""
+    """Implements loramux.backend.images.ImageBackend over an engine in another process."""
 
     kind = IMAGES
     no_stats = ImageStats()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapters.packed.image import AdapterImage
+from loramux.backend.images import ImageAdapterCard
 from loramux.diffusion.adapter import ImageAdapter
 from loramux.diffusion.lora_files.names import PipelineNames
 from loramux.diffusion.lora_files.reader import AdapterReport, read_adapter
 from loramux.diffusion.packing import ImagePacking
 from loramux.errors import AdapterNotFound, AdapterRefused, DoesNotFit
-from loramux.image_backend import ImageAdapterCard
 
 _ONLY_ALONE = "it is DoRA, which scales the rows of weights"
 

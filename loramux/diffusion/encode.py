@@ -9,7 +9,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from loramux.image_backend import ImageForm
+from loramux.backend.images import ImageForm
 
 
 def encode_image(image: Tensor, form: ImageForm) -> bytes:

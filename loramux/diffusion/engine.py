@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from loramux.backend.images import ImageAdapterCard
 from loramux.diffusion.adapter import ImageAdapter
 from loramux.diffusion.catalog import ReadAdapter
 from loramux.diffusion.events import ImageEvent, ImageFacts
@@ -30,7 +31,6 @@ from loramux.diffusion.prompts import PromptCache, PromptKey
 from loramux.diffusion.rows import RowLora
 from loramux.diffusion.samplers import SamplerFactory
 from loramux.errors import AdapterNotFound, DoesNotFit, InvalidRequest, LoramuxError
-from loramux.image_backend import ImageAdapterCard
 from loramux.kernels.cpu.vector_math import detect_cpu
 from loramux.memory.tiers import AdapterState
 from loramux.types.composition import SumPart, check_alone

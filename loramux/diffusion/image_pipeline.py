@@ -15,7 +15,6 @@ from torch import Tensor
 
 from loramux.config.fields import AUTO
 from loramux.config.images import MAX_IMAGE_TOKENS
-from loramux.device_choice import choose_device
 from loramux.diffusion.digest import pipeline_digest, pixel_digest, to_bytes
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.events import ImageEvent, ImageFacts
@@ -23,6 +22,7 @@ from loramux.diffusion.lora_files.reader import AdapterReport
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import AdapterNotFound, InvalidRequest, suggest
+from loramux.runner.device_choice import choose_device
 from loramux.types.composition import check_sum
 from loramux.types.image import DEFAULT_STRENGTH, ImageRequest, SourceImage, nearest_shape
 from loramux.types.image_files import measure

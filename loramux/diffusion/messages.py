@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loramux.image_backend import (
+from loramux.backend.images import (
     ImageAdapterCard,
     ImageCard,
     ImageForm,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from loramux.backend import AdapterUse
+from loramux.backend.host import AdapterUse
+from loramux.backend.images import ImageStats
 from loramux.diffusion.engine import ImageEngine
-from loramux.image_backend import ImageStats
 from loramux.memory import reports
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from loramux.backend.images import FinishedImage, ImageForm, ImageUpdate
 from loramux.diffusion.digest import pixel_digest, to_bytes
 from loramux.diffusion.encode import encode_image
 from loramux.diffusion.events import ImageEvent, ImageFacts
 from loramux.diffusion.messages import Drawn
-from loramux.image_backend import FinishedImage, ImageForm, ImageUpdate
 from loramux.worker.messages import Message, Refused, encode_error
 
 _NUM_THREADS = 2

@@ -15,8 +15,8 @@ from pathlib import Path
 import diffusers
 import transformers
 
-from loramux.backend import AdapterUse
-from loramux.device_choice import choose_device
+from loramux.backend.host import AdapterUse
+from loramux.backend.images import ImageAdapterCard, ImageCard
 from loramux.diffusion.catalog import ReadAdapter
 from loramux.diffusion.digest import pipeline_digest
 from loramux.diffusion.engine import ImageEngine
@@ -29,9 +29,9 @@ from loramux.diffusion.source import fit_source
 from loramux.diffusion.stats import adapter_uses, engine_stats
 from loramux.diffusion.updates import UpdateSender
 from loramux.errors import LoramuxError
-from loramux.image_backend import ImageAdapterCard, ImageCard
 from loramux.memory.usage import UsageFile
 from loramux.models.folder import model_name
+from loramux.runner.device_choice import choose_device
 from loramux.worker.channel import EngineChannel
 from loramux.worker.messages import (
     Abort,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from loramux.backend import AdapterUse
+from loramux.backend.host import AdapterUse
 from loramux.config.engine import EngineConfig, EvictionName
 from loramux.engine.codec import EngineCodec
 from loramux.engine.llm import LLM

@@ -11,7 +11,9 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from loramux.backend import Delta, EngineStats, ModelCard, failure_of
+from loramux.backend.host import EngineStats
+from loramux.backend.text import Delta, ModelCard, failure_of
+from loramux.base.threads import TOKENIZER_READS
 from loramux.config.engine import EngineConfig
 from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.codec import EngineCodec
@@ -19,7 +21,6 @@ from loramux.engine.messages import Add, Events, Finish, ListPages, Reply, Start
 from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.tokenizer import Tokenizer, import_library
 from loramux.errors import EngineBusy, EngineStopped, LoramuxError
-from loramux.threads import TOKENIZER_READS
 from loramux.types.adapter import AdapterCard
 from loramux.types.pooling import Pooling
 from loramux.types.request import FinishReason, Request, Selection, pooled_request
@@ -48,7 +49,7 @@ class AsyncEngineOptions:
 
 
 class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
-    """Implements loramux.backend.TextBackend over an engine in another process."""
+    """Implements loramux.backend.text.TextBackend over an engine in another process."""
 
     kind = TEXT
     no_stats = EngineStats()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 
 
 class EngineCodec(TextCodec, Protocol):

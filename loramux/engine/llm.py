@@ -9,9 +9,8 @@ from typing import Any, Self, TypeVar, cast
 
 from tqdm.std import tqdm
 
-from loramux.backend import failure_of
+from loramux.backend.text import failure_of
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.codec import EngineCodec
@@ -21,6 +20,7 @@ from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
 from loramux.models.locate import locate_model
+from loramux.runner.device_choice import resolve_config
 from loramux.types.composition import check_sum
 from loramux.types.pooling import Pooling, as_pooling, check_dimensions
 from loramux.types.request import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from loramux.backend import EngineStats, ModelCard
+from loramux.backend.host import EngineStats
+from loramux.backend.text import ModelCard
 from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request, TokenEvent
 from loramux.worker.messages import (

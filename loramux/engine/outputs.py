@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.engine.codec import EngineCodec
 from loramux.engine.detokenizer import Detokenizer
 from loramux.errors import LoramuxError

@@ -8,13 +8,13 @@ import torch
 
 from loramux.adapters.peft.parts import BaseWeights
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 from loramux.models.architectures import DecoderConfig
 from loramux.models.base_weights import DecoderWeights
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.loader import load_model
+from loramux.runner.device_choice import resolve_config
 from loramux.types.model import BaseModelInfo
 
 _NUM_PROBE_TOKENS = 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.backend import AdapterUse, EngineStats, TierStats
+from loramux.backend.host import AdapterUse, EngineStats, TierStats
 from loramux.engine.engine import Engine
 from loramux.engine.memory import STALL_BUCKETS_S
 from loramux.memory import reports

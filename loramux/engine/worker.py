@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from loramux.adapters.catalog import IdentifiedAdapter
-from loramux.backend import AdapterUse, ModelCard
+from loramux.backend.host import AdapterUse
+from loramux.backend.text import ModelCard
 from loramux.config.engine import EngineConfig, ResolvedConfig
-from loramux.device_choice import DeviceChoice, resolve_config
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 from loramux.engine.gc_control import FullCollections
@@ -27,6 +27,7 @@ from loramux.memory.loader import lower_priority
 from loramux.memory.usage import UsageFile
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
+from loramux.runner.device_choice import DeviceChoice, resolve_config
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.request import TokenEvent
 from loramux.worker.channel import EngineChannel

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from loramux.base.log_lines import limit_repeated_lines
 from loramux.config.connections import ConnectionConfig
 from loramux.errors import InvalidRequest
 from loramux.http_server.listener import Listener
 from loramux.http_server.protocol import GuardedProtocol
 from loramux.http_server.table import Connections, Place
 from loramux.http_server.tls import Certificates
-from loramux.log_lines import limit_repeated_lines
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

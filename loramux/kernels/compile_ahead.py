@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loramux.process_environment import child_environment
+from loramux.base.process_environment import child_environment
 
 _log = logging.getLogger(__name__)
 _PACKAGE = "loramux.kernels.cpu_jit"

@@ -11,12 +11,12 @@ from loramux.adapters.identity import CID_PREFIX
 from loramux.adapters.packed.file import KnownLayouts, OnSlice, read_image, write_image
 from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import Packing
+from loramux.base.private_files import explaining, make_private_folder
 from loramux.errors import AdapterRefused
 from loramux.memory.cost import CostModel
 from loramux.memory.policies import EvictionPolicy
 from loramux.memory.records import Placement
 from loramux.memory.tiers import TierCounters
-from loramux.private_files import explaining, make_private_folder
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".image"

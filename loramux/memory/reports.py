@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from loramux.backend import AdapterUse, TierStats
+from loramux.backend.host import AdapterUse, TierStats
 from loramux.memory.cost import CostModel
 from loramux.memory.records import AdapterRecord
 from loramux.memory.residency import AdapterResidency, LowerTiers

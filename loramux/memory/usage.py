@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from loramux.private_files import make_private_folder, private_opener
+from loramux.base.private_files import make_private_folder, private_opener
 
 _FILE = "usage.json"
 # Factor on the counts of earlier runs when a new run is added.

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from loramux.backend import AdapterHost, EngineStats, Health, TierStats
+from loramux.backend.host import AdapterHost, EngineStats, Health, TierStats
 from loramux.metrics.gateway import AskedNames, gateway_metrics
 
 # Limit of the names of one adapter: many tenants may have pushed the same bytes.

@@ -11,7 +11,8 @@ from itertools import chain, islice
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from loramux.backend import AdapterHost, EngineStats, Health, ModelCard
+from loramux.backend.host import AdapterHost, EngineStats, Health
+from loramux.backend.text import ModelCard
 
 MAX_NAMES = 256
 _MAX_ASKED = 4

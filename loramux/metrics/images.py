@@ -8,7 +8,7 @@ from itertools import accumulate
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loramux.image_backend import ImageBackend
+from loramux.backend.images import ImageBackend
 from loramux.metrics.server import HostMetrics
 from loramux.types.request import FinishReason
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from loramux.backend import AdapterHost, Health
+from loramux.backend.host import AdapterHost, Health
 from loramux.metrics.engine import EngineCollector
 from loramux.metrics.gateway import AskedNames
 from loramux.metrics.merged import MergedCollector

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loramux.backend import StoreTierStats
+from loramux.backend.host import StoreTierStats
 
 # Name, help text, field of StoreTierStats.
 COUNTERS = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loramux.backend import AdapterHost
+from loramux.backend.host import AdapterHost
 
 NUM_SHOWN = 20
 OTHER = "other"

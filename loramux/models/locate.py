@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.config.images import ImageConfig
 from loramux.errors import InvalidRequest, UnsupportedModel
 from loramux.models.default_model import default_model_path
-from loramux.progress import SILENT, ByteSink
 from loramux.types.hub_id import HUB_PREFIX, MODEL_FORMS, parse_hub_id
 
 

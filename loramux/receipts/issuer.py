@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from loramux.base.token_bucket import TokenBucket
 from loramux.receipts.receipt import Receipt, signed
 from loramux.registry.names import DEFAULT_TENANT
-from loramux.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from loramux.canonical_json import canonical_json
-from loramux.signing import key_id_of
+from loramux.base.canonical_json import canonical_json
+from loramux.base.signing import key_id_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (

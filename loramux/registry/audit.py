@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Row
 
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
+from loramux.base.private_files import private_opener
+from loramux.base.signing import key_id_of
+from loramux.base.token_bucket import Clock, TokenBucket
 from loramux.errors import InvalidRequest, LoramuxError
-from loramux.private_files import private_opener
 from loramux.registry.database import Database
 from loramux.registry.rows import audit as rows
-from loramux.signing import key_id_of
-from loramux.token_bucket import Clock, TokenBucket
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (

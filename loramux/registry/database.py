@@ -14,8 +14,8 @@ from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, mak
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
+from loramux.base.private_files import explaining, make_private_folder, private_opener
 from loramux.errors import InvalidRequest, RegistryUnavailable
-from loramux.private_files import explaining, make_private_folder, private_opener
 from loramux.registry import schema
 
 BUSY_TIMEOUT_S = 30.0

@@ -15,13 +15,13 @@ from urllib.parse import quote
 
 import msgspec
 
+from loramux.base.threads import QUERIES
 from loramux.errors import LoramuxError
 from loramux.router.answers import Whole
 from loramux.router.asked import Asked
 from loramux.router.desired import DesiredStore
 from loramux.router.fleet import Fleet, Replica
 from loramux.router.relay import Relay
-from loramux.threads import QUERIES
 from loramux.types.desired import Desired, DesiredAdapter, DesiredConflict, DesiredState
 
 _log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import msgspec
 
+from loramux.base.threads import QUERIES
 from loramux.errors import LoramuxError
 from loramux.registry.access import NO_ACCESS, AccessSnapshot
 from loramux.registry.keys import parse_key
@@ -23,7 +24,6 @@ from loramux.registry.registry import Registry, RouteCache
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 from loramux.router.asked import Asked, credentials
 from loramux.router.fleet import Fleet
-from loramux.threads import QUERIES
 
 _log = logging.getLogger(__name__)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])

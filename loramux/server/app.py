@@ -11,7 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from loramux import __version__
-from loramux.backend import StoreTierStats, TextBackend
+from loramux.backend.host import StoreTierStats
+from loramux.backend.text import TextBackend
 from loramux.http_server.browsers import BrowserGuard
 from loramux.http_server.prefix import PrefixMiddleware
 from loramux.metrics.images import ImageMetrics

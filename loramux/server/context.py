@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from loramux.backend import AdapterHost, Health, TextBackend
+from loramux.backend.host import AdapterHost, Health
+from loramux.backend.text import TextBackend
 from loramux.config.access import Network
 from loramux.errors import AdapterNotFound, EngineStopped, InvalidRequest
 from loramux.metrics.server import HostMetrics, Metrics

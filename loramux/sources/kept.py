@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from loramux.base.private_files import explaining, make_private_folder
 from loramux.errors import LoramuxError, SourceFailed
-from loramux.private_files import explaining, make_private_folder
 from loramux.sources.config import SourceConfig, scrub_error
 from loramux.sources.download import Progress
 from loramux.sources.fetch import Fetcher, open_origin

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
-from loramux.progress import SILENT, ByteSink
 from loramux.sources.config import SourceConfig
 from loramux.sources.origins.base import CHUNK_BYTES
 from loramux.sources.origins.bucket import open_store, store_errors, translated

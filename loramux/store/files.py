@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loramux.adapters.identity import CID_PREFIX, FileDigest, is_digest, parse_cid
+from loramux.base.private_files import (
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
+    make_private_folder,
+    private_opener,
+)
+from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import AdapterRefused, StoreDamaged, StoreFull
-from loramux.private_files import PRIVATE_FILE, PRIVATE_FOLDER, make_private_folder, private_opener
-from loramux.progress import SILENT, ByteSink
 from loramux.store.record import Record, decode_record
 
 CHUNK_BYTES = 2**20

@@ -36,8 +36,8 @@ from loramux.adapters.peft.safetensors import (
 )
 from loramux.adapters.peft.tokenizer_files import MAX_BYTES, find_tokenizer_files
 from loramux.adapters.peft.types.configs import read_adapter_config
+from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import AdapterNotFound, AdapterRefused
-from loramux.progress import SILENT, ByteSink
 from loramux.store.files import copy_hashed, too_large
 from loramux.store.record import Record, make_record
 from loramux.store.values import check_finite

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from loramux.adapters.recipe import CombinationOptions
 from loramux.adapters.signature import read_signatures
+from loramux.base.progress import SILENT, ByteSink
 from loramux.config.paths import DataPaths
 from loramux.errors import (
     AdapterNotFound,
@@ -22,7 +23,6 @@ from loramux.errors import (
     SourceFailed,
     StoreDamaged,
 )
-from loramux.progress import SILENT, ByteSink
 from loramux.registry.names import parse_push_reference
 from loramux.registry.records import Content, Resolved, VersionInfo, VersionRecipe
 from loramux.sources.config import SourceConfig

@@ -17,7 +17,7 @@ from loramux.adapters.images.files import file_name_of, is_image_manifest
 from loramux.adapters.peft.config import CONFIG_NAME, decode_json
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.types.configs import AdapterConfig, parse_adapter_config
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
 from loramux.errors import AdapterRefused, StoreDamaged
 from loramux.types.modality import Modality
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import InvalidRequest
-from loramux.progress import SILENT, ByteSink
 from loramux.sources.config import Secret, scrub
 
 if TYPE_CHECKING:

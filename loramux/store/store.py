@@ -12,10 +12,10 @@ from pathlib import Path
 from loramux.adapters.identity import FileDigest, parse_cid
 from loramux.adapters.peft.folder import refusing_os_errors
 from loramux.adapters.peft.safetensors import read_head, read_metadata
-from loramux.backend import StoreTierStats
+from loramux.backend.host import StoreTierStats
+from loramux.base.private_files import PRIVATE_FOLDER, explaining
+from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged, StoreFull
-from loramux.private_files import PRIVATE_FOLDER, explaining
-from loramux.progress import SILENT, ByteSink
 from loramux.store.check import StoreReport, verify_store
 from loramux.store.files import (
     StagingArea,

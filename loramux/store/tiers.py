@@ -10,7 +10,7 @@ from typing import Protocol
 from loramux.adapters.identity import FileDigest, parse_cid
 from loramux.adapters.peft.config import CONFIG_NAME
 from loramux.adapters.peft.tokenizer_files import MAX_BYTES
-from loramux.backend import StoreTierStats
+from loramux.backend.host import StoreTierStats
 from loramux.errors import AdapterRefused, StoreDamaged
 from loramux.store.files import hash_file, seal
 from loramux.store.intake import StagedAdapter, StoreLimits, check_header, check_total

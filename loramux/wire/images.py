@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from loramux.image_backend import ImageFormat
+from loramux.backend.images import ImageFormat
 
 MAX_IMAGES = 10
 

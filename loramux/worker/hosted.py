@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from loramux.backend import AdapterUse, EngineStats, Health
+from loramux.backend.host import AdapterUse, EngineStats, Health
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -83,7 +83,7 @@ class StatsView(Generic[StatsT]):
 
 
 class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
-    """Implements loramux.backend.AdapterHost over an engine in another process.
+    """Implements loramux.backend.text.AdapterHost over an engine in another process.
 
     An engine adds its requests: it opens streams, and ends them all in `_fail_streams`.
     """
@@ -135,7 +135,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
     async def _probe_selection(self, cid: str | None) -> None:
         """Generates as little as possible on the base, or with an adapter of weight 1."""
 
-    # loramux.backend.AdapterHost
+    # loramux.backend.text.AdapterHost
 
     @property
     def health(self) -> Health:

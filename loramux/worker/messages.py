@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from loramux import errors
-from loramux.backend import AdapterUse, HostCard
+from loramux.backend.host import AdapterUse, HostCard
 from loramux.types.adapter import AdapterCard, CheckLevel, InspectedCard
 
 _log = logging.getLogger(__name__)

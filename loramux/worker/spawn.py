@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from loramux.process_environment import child_environment
+from loramux.base.process_environment import child_environment
 from loramux.worker.pulse import Pulse
 
 TEXT_ENGINE = "loramux.engine.worker"

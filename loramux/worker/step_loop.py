@@ -16,9 +16,9 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from loramux.backend import AdapterUse, HostCard
+from loramux.backend.host import AdapterUse, HostCard
+from loramux.base.log_lines import use_one_line_records
 from loramux.errors import LoramuxError
-from loramux.log_lines import use_one_line_records
 from loramux.types.adapter import AdapterCard
 from loramux.worker.channel import EngineChannel
 from loramux.worker.heartbeat import beating

@@ -32,12 +32,12 @@ from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.random_weights import SHAPES, random_model
 from benchmarks.lib.report import Section, Table, names, parse_arguments, start_report
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 from loramux.engine.tokenizer import Tokenizer
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
+from loramux.runner.device_choice import resolve_config
 from loramux.runner.gemm import dispatch
 from loramux.types.composition import compose
 from loramux.types.request import Request, Selection

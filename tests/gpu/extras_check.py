@@ -25,13 +25,13 @@ from benchmarks.lib.random_weights import SHAPES, random_model
 from benchmarks.lib.report import Section, Table, names, parse_arguments, start_report
 from loramux.adapters.packed.extras import ExtraSpec
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.kernels.gpu.extras import ops
 from loramux.kernels.gpu.extras.tables import MATRIX_OF, VECTORS_PER_LAYER, ReplacedOutputs
 from loramux.kernels.ops import ExtrasOps
 from loramux.kernels.reference import extras as reference
+from loramux.runner.device_choice import resolve_config
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.model import FusedLinear
 from loramux.types.request import Selection

@@ -20,9 +20,9 @@ import torch
 from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.report import Section, Table, parse_arguments, start_report
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
+from loramux.runner.device_choice import resolve_config
 from loramux.types.request import Selection
 from tests.engine_factory import make_prompt, make_request, run_all
 from tests.kinds_factory import KINDS, greedy, kinds_of, load_kind, logits_of, make_kind

@@ -36,11 +36,11 @@ from benchmarks.lib.random_weights import PROJECTIONS, SHAPES, random_model
 from benchmarks.lib.report import Section, Table, names, parse_arguments, start_report
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
+from loramux.runner.device_choice import resolve_config
 from loramux.runner.gpu_runner import GpuRunner
 from loramux.types.composition import compose
 from loramux.types.request import Selection

@@ -32,12 +32,12 @@ from loramux.capacity.gpus import GpuSettings, gpu_total_bytes, plan_gpu_memory
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse_targets
 from loramux.capacity.planner import plan_memory
 from loramux.config.engine import EngineConfig, ResolvedConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.memory.device import device_memory_bytes
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.dtypes import resolve_dtype
+from loramux.runner.device_choice import resolve_config
 
 HOST_BYTES = 2**50
 """Host memory without a limit: the adapters that fill the pool share a few buffers."""

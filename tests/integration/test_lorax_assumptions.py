@@ -12,7 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.errors import UnsupportedModel
 from loramux.models.architectures import parse_config
 from tests.adapter_factory import make_peft_adapter

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.server.naming.names import AdapterNames

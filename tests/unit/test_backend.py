@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.backend import Delta, TextBackend, failure_of
+from loramux.backend.text import Delta, TextBackend, failure_of
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
 
 APPENDIX_B = {
     "0000000000000000": "0",

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux import device_choice
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import DeviceChoice, choose_device, resolve_config
 from loramux.errors import InvalidRequest
 from loramux.kernels import select
 from loramux.memory import gpus
 from loramux.memory.gpus import Gpu, GpuFault, visible_gpus
+from loramux.runner import device_choice
+from loramux.runner.device_choice import DeviceChoice, choose_device, resolve_config
 
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 140 * 2**30)
 T4 = Gpu(0, "Tesla T4", (7, 5), 15 * 2**30)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from loramux.base.progress import SILENT
+from loramux.base.signing import make_key_files, read_private_key
 from loramux.config.access import AccessConfig
 from loramux.config.fields import LoraModule
 from loramux.config.file import load_serve_config
@@ -12,7 +14,7 @@ from loramux.config.paths import REGISTRY_VARIABLE
 from loramux.config.serve import ServeConfig
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest, StoreFull
 from loramux.http_server.serving import listen
-from loramux.launch import (
+from loramux.launch.serve import (
     check_exposure,
     make_authenticator,
     opened_registry,
@@ -21,11 +23,9 @@ from loramux.launch import (
     with_fetched_adapters,
 )
 from loramux.models.default_model import default_model_path
-from loramux.progress import SILENT
 from loramux.registry.audit import read_anchor
 from loramux.registry.registry import Registry
 from loramux.server.auth.authentication import CredentialAuthenticator
-from loramux.signing import make_key_files, read_private_key
 from loramux.sources.config import HttpConfig, SourceConfig
 from tests.fault_server import FaultServer
 from tests.store_factory import write_tiny

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from loramux.log_lines import OneLineRecord, RepeatedLines, escaped, use_one_line_records
+from loramux.base.log_lines import OneLineRecord, RepeatedLines, escaped, use_one_line_records
 
 
 def test_a_message_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:

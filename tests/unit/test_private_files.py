@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from loramux.base.private_files import explaining, make_private_folder
 from loramux.errors import LoramuxError
-from loramux.private_files import explaining, make_private_folder
 from loramux.registry.database import Database
 from loramux.registry.registry import Registry
 from loramux.store.library import AdapterLibrary

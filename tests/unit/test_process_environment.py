@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from loramux.process_environment import DEFAULTS, child_environment, set_process_environment
+from loramux.base.process_environment import DEFAULTS, child_environment, set_process_environment
 
 
 def test_defaults_are_set_and_the_users_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loramux.progress import SILENT
+from loramux.base.progress import SILENT
 from loramux.store.store import ContentStore
 from tests.store_factory import FolderTier, write_tiny
 

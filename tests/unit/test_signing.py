@@ -10,14 +10,14 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from loramux.errors import InvalidRequest
-from loramux.signing import (
+from loramux.base.signing import (
     key_id_of,
     make_key_files,
     public_key_path,
     read_private_key,
     read_public_key,
 )
+from loramux.errors import InvalidRequest
 
 
 def test_the_pair_belongs_together_and_its_id_is_the_public_keys_digest(tmp_path: Path) -> None:

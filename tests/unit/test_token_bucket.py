@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from loramux.token_bucket import TokenBucket
+from loramux.base.token_bucket import TokenBucket
 from tests.registry_factory import FakeClock
 
 

@@ -20,8 +20,8 @@ from loramux.adapters.peft.reader import CheckedAdapter
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.peft.writer import new_folder
 from loramux.adapters.recipe import Recipe, decode_recipe
+from loramux.base.private_files import PRIVATE_FILE, make_private_folder
 from loramux.errors import AdapterRefused, LoramuxError, Refusal
-from loramux.private_files import PRIVATE_FILE, make_private_folder
 
 CHANGED = "changed_on_disk"
 NICENESS = 10

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import torch
 
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
 
 MASK_CHUNK = 2**22
 MASK_FORMAT = "loramux-dare/1"

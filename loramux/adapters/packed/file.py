@@ -14,8 +14,8 @@ import torch
 from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.adapters.packed.image import AdapterImage, AdapterLayout, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import Packing
+from loramux.base.private_files import private_opener
 from loramux.errors import AdapterRefused
-from loramux.private_files import private_opener
 
 _MAGIC = b"loramux image 1\n"
 _MAX_HEADER = 16 * 2**20

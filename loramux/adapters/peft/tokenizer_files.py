@@ -14,7 +14,7 @@ from pathlib import Path
 from loramux.adapters.identity import FileDigest
 from loramux.adapters.peft.folder import find_file, refusing_os_errors
 from loramux.adapters.peft.refusals import RefusalCode
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
 from loramux.errors import AdapterRefused
 
 VOCABULARY_NAME = "tokenizer.json"

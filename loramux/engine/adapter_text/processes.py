@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from loramux.adapters.peft.refusals import RefusalCode
+from loramux.base.process_environment import DEFAULTS
 from loramux.engine.adapter_text import wire
 from loramux.engine.adapter_text.description import Description
 from loramux.engine.adapter_text.limits import (
@@ -28,7 +29,6 @@ from loramux.engine.adapter_text.limits import (
     wall_seconds,
 )
 from loramux.errors import AdapterRefused, EngineStopped, InvalidRequest, RequestTimeout
-from loramux.process_environment import DEFAULTS
 
 MAX_WEIGHT = 24
 """Processes that are kept: each counts 1, or 3 with a vocabulary of its own."""

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from functools import cache
 from queue import LifoQueue
 
+from loramux.base.process_environment import child_environment
 from loramux.engine.grammar.library import import_library
-from loramux.process_environment import child_environment
 from loramux.types.grammar import Grammar
 
 _NUM_PROCESSES = 2

@@ -23,8 +23,8 @@ import msgspec
 import triton
 from triton.runtime import driver
 
+from loramux.base.process_environment import child_environment
 from loramux.kernels.gpu.compile_worker import KernelDone, KernelJob, Target
-from loramux.process_environment import child_environment
 
 _log = logging.getLogger(__name__)
 _MAX_PROCESSES = 16

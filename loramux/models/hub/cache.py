@@ -12,10 +12,10 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from loramux.base.progress import size_text
 from loramux.errors import ModelNotFetched, UnsupportedModel
 from loramux.models.folder import read_config, weight_files
 from loramux.models.hub.files import SPLIT_GGUF, TOKENIZER_FILES, RemoteFile
-from loramux.progress import size_text
 from loramux.types.hub_id import HubId
 
 # Space that must stay free besides the download.

@@ -18,11 +18,11 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not in its 
     build_hf_headers,
 )
 
+from loramux.base.progress import ByteSink
 from loramux.errors import ModelNotFetched
 from loramux.models.digests import remember_digest
 from loramux.models.hub.cache import RepositoryCache
 from loramux.models.hub.files import RemoteFile
-from loramux.progress import ByteSink
 
 NUM_THREADS = 8
 REPORT_EVERY_S = 0.1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_download
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import ModelNotFetched, UnsupportedModel
 from loramux.models.architectures import parse_config
 from loramux.models.folder import INDEX_NAME, SINGLE_NAME, read_json_object, shard_names
@@ -29,7 +30,6 @@ from loramux.models.hub.files import (
     side_files,
     weights_of,
 )
-from loramux.progress import SILENT, ByteSink
 from loramux.types.hub_id import HubId
 
 _log = logging.getLogger(__name__)

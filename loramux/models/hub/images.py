@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import UnsupportedModel
 from loramux.models.hub.cache import RepositoryCache
 from loramux.models.hub.fetch import bring, fetch_or_find, fetch_small
@@ -16,7 +17,6 @@ from loramux.models.hub.pipeline_files import (
     small_files,
     weights_of,
 )
-from loramux.progress import SILENT, ByteSink
 from loramux.types.hub_id import HubId
 from loramux.types.image import PIPELINE_CLASSES
 

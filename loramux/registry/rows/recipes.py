@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, delete, select
 
 from loramux.adapters.recipe import Recipe, decode_recipe
-from loramux.canonical_json import canonical_json
+from loramux.base.canonical_json import canonical_json
 from loramux.errors import RegistryConflict
 from loramux.registry.database import insert_into
 from loramux.registry.names import AdapterName

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
+from loramux.base.threads import QUERIES
 from loramux.registry.audit import Actor, Event
 from loramux.registry.registry import Registry
 from loramux.server.auth.caller import known_caller
-from loramux.threads import QUERIES
 
 
 def actor_of(http: Request) -> Actor:

@@ -14,11 +14,11 @@ from typing import Any
 import httpx2
 import jwt
 
+from loramux.base.threads import FOLDER_READS
 from loramux.errors import InvalidRequest, SourceFailed
 from loramux.registry.names import check_name
 from loramux.server.auth.caller import Caller
 from loramux.server.errors import Unauthenticated
-from loramux.threads import FOLDER_READS
 from loramux.types.access import KeyScope
 
 # By the type of the key: with asymmetric ones alone, a public key can never stand for a secret.

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from loramux.base.token_bucket import Clock, TokenBucket
 from loramux.errors import RateLimited
 from loramux.registry.records import RecentUse
-from loramux.token_bucket import Clock, TokenBucket
 from loramux.types.limits import DEFAULT_SETTINGS, LIMITS, NO_LIMITS, Limits, TenantSettings
 
 NO_BUCKETS: Mapping[str, str] = MappingProxyType({})

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.backend import Health, TextCodec
+from loramux.backend.host import Health
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.registry.audit import Action, Event
 from loramux.server.auth.audit import audited

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from loramux import __version__
 from loramux.adapters.recipe import METHODS
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.auth.caller import caller_of
 from loramux.server.chat.structured.fields import AskedConstraint

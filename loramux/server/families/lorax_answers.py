@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from loramux.backend import Delta, TextCodec
+from loramux.backend.text import Delta, TextCodec
 from loramux.server.context import Context
 from loramux.server.families import lorax_wire as wire
 from loramux.server.families.lorax_wire import Details, GenerateAnswer, Parameters, StreamAnswer

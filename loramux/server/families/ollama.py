@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.auth.caller import caller_of
 from loramux.server.chat.structured.fields import AskedConstraint

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.generate.token_reports import LOWEST
 from loramux.types.request import TokenLogprob

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.errors import InvalidRequest, suggest
 from loramux.server.context import Context, HostContext
 from loramux.server.errors import ErrorShape

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 from starlette.requests import Request
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.chat.structured.check import enforceable_grammar
 from loramux.server.chat.structured.fields import AskedConstraint, json_options

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from loramux.backend import ModelCard
+from loramux.backend.text import ModelCard
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context
 from loramux.server.generate.asked import Asked, Prompt, generation_body, open_asked

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.chat.tools.families import token_of
 from loramux.server.generate.prompts import check_characters, check_num_tokens

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
-from loramux.backend import Delta, TextBackend, TextCodec, failure_of
+from loramux.backend.text import Delta, TextBackend, TextCodec, failure_of
 from loramux.errors import (
     AdapterRefused,
     EngineBusy,

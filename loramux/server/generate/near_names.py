@@ -11,9 +11,9 @@ import os.path
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
+from loramux.base.threads import QUERIES
 from loramux.server.context import HostContext
 from loramux.server.naming.view import View
-from loramux.threads import QUERIES
 
 MAX_LISTED = 1000
 """Adapters of the registry in a list of models; requests may name the others too."""

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
+from loramux.base.threads import ADAPTER_TEXTS
 from loramux.errors import ContextLengthExceeded, InvalidRequest
 from loramux.server.chat.tools.families import template_of
 from loramux.server.generate.sampling import MaxTokens
-from loramux.threads import ADAPTER_TEXTS
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.receipts.digests import TokenDigest, token_digests
 from loramux.receipts.issuer import ReceiptIssuer
 from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label

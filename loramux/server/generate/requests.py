@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import structs
 from starlette.requests import Request
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.chat.structured.check import grammar_of

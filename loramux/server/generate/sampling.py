@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.types.sampling import MAX_LOGPROBS, SamplingParams
 from loramux.wire.text import ChatRequest, CompletionRequest, GenerationBody, OpenAiBody

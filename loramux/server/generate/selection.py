@@ -12,7 +12,7 @@ from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.recipe import SUM_METHOD, CombinationOptions, check_options, make_recipe
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
 from loramux.server.auth.caller import Caller

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.generate.sampling import MaxTokens
 from loramux.types.request import TokenLogprob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.types.request import Request
 from loramux.wire.text import PromptTokensDetails, Usage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from loramux.image_backend import ImageBackend
+from loramux.backend.images import ImageBackend
 from loramux.metrics.images import ImageMetrics
 from loramux.server.context import HostContext
 from loramux.server.images.names import ImageNames

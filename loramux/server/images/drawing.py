@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 from starlette.requests import Request as HttpRequest
 
+from loramux.backend.images import FinishedImage, ImageForm, ImageUpdate
 from loramux.errors import EngineBusy, EngineStopped, RateLimited
-from loramux.image_backend import FinishedImage, ImageForm, ImageUpdate
 from loramux.metrics.traffic import CountedAdapter
 from loramux.receipts.receipt import Receipt, ServedImage, ServingStatus
 from loramux.server.auth.caller import Caller, known_caller

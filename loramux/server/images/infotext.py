@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loramux import __version__
-from loramux.image_backend import ImageCard
+from loramux.backend.images import ImageCard
 from loramux.server.images.names import Chosen
 from loramux.server.images.sdapi_words import served_samplers
 from loramux.types.image import ImageRequest

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.backend import AdapterHost
+from loramux.backend.host import AdapterHost
+from loramux.backend.images import ImageAdapterCard
 from loramux.errors import AdapterRefused, InvalidRequest, suggest
-from loramux.image_backend import ImageAdapterCard
 from loramux.server.naming.names import AdapterNames, GivenName, NamedAdapter
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.types.composition import compose

@@ -13,9 +13,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.backend.images import FinishedImage, ImageForm
 from loramux.config.images import parse_size
 from loramux.errors import InvalidRequest
-from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.auth.caller import caller_of
 from loramux.server.http.body import decode, json_response, read_body
 from loramux.server.http.openapi import generating

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.requests import Request
 
 from loramux import __version__
+from loramux.backend.images import ImageCard, ImageForm, ImageUpdate
 from loramux.errors import InvalidRequest
-from loramux.image_backend import ImageCard, ImageForm, ImageUpdate
 from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.images.choice import choose
 from loramux.server.images.context import ImageContext

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loramux.backend.images import ImageCard
 from loramux.errors import InvalidRequest, suggest
-from loramux.image_backend import ImageCard
 from loramux.types.emphasis import read_emphasis
 
 _TAG = re.compile(r"<(\w+):([^<>]*)>")

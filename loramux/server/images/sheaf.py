@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.backend import Health
+from loramux.backend.host import Health
+from loramux.backend.images import FinishedImage, ImageForm
 from loramux.errors import InvalidRequest
-from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.auth.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
 from loramux.server.http.body import decode, json_response, read_body

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import binascii
 
+from loramux.backend.images import ImageCard
 from loramux.errors import InvalidRequest
-from loramux.image_backend import ImageCard
 from loramux.types.image import SourceImage
 from loramux.types.image_files import measure
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from loramux.backend import EngineStats, Health
+from loramux.backend.host import EngineStats, Health
 from loramux.errors import LoramuxError
 from loramux.server.context import Context, HostContext
 from loramux.server.http.streaming import named_event

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from loramux.backend import Health, ModelCard, TextBackend
+from loramux.backend.host import Health
+from loramux.backend.text import ModelCard, TextBackend
 from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.errors import InvalidRequest, LoramuxError

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from loramux.backend import ModelCard
+from loramux.backend.text import ModelCard
+from loramux.base.threads import QUERIES
 from loramux.errors import AdapterNotFound
 from loramux.registry.records import Resolved
 from loramux.server.auth.caller import Caller
 from loramux.server.context import HostContext
 from loramux.server.generate.near_names import MAX_LISTED
 from loramux.server.naming.view import View
-from loramux.threads import QUERIES
 from loramux.wire.text import ModelEntry
 
 

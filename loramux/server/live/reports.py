@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from loramux.backend import HostCard, ModelCard, TierStats
-from loramux.image_backend import ImageCard
+from loramux.backend.host import HostCard, TierStats
+from loramux.backend.images import ImageCard
+from loramux.backend.text import ModelCard
 from loramux.server.context import HostContext
 from loramux.wire.text import EngineReport, TierEntry
 

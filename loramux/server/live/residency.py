@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.server.context import HostContext
 from loramux.types.replica_report import ResidencyReport
 from loramux.types.residency import Moves, ResidencyView, key_of_cid, wait_for_move

@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Iterable
 
-from loramux.backend import AdapterHost
+from loramux.backend.host import AdapterHost
 from loramux.errors import AdapterNotFound, LoramuxError
 from loramux.registry.records import Resolved
 from loramux.server.context import Context, HostContext

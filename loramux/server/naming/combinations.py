@@ -13,9 +13,9 @@ from typing import Any
 
 from loramux.adapters.combine.cache import CombinationCache
 from loramux.adapters.recipe import Recipe
-from loramux.backend import AdapterHost
+from loramux.backend.host import AdapterHost
+from loramux.base.threads import FOLDER_READS
 from loramux.errors import AdapterNotFound, AdapterRefused, EngineBusy, LoramuxError
-from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard
 
 MAKER = "loramux.adapters.combine.maker"

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from pathlib import Path
 
-from loramux.backend import AdapterHost
+from loramux.backend.host import AdapterHost
+from loramux.base.threads import FOLDER_READS, QUERIES
 from loramux.errors import LoramuxError
 from loramux.registry.audit import Action, Actor, Event
 from loramux.server.naming.names import AdapterNames, FolderFiles, list_files
-from loramux.threads import FOLDER_READS, QUERIES
 
 _log = logging.getLogger(__name__)
 SCAN_S = 10.0

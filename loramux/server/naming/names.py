@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loramux.adapters.recipe import Recipe
-from loramux.backend import AdapterHost
+from loramux.backend.host import AdapterHost
+from loramux.base.threads import FOLDER_READS
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -24,7 +25,6 @@ from loramux.registry.names import AdapterName
 from loramux.registry.records import Resolved
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.server.naming.view import View
-from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.composition import SumPart, check_alone, compose, find_repeated
 from loramux.types.request import Selection

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from loramux.adapters.identity import CID_PREFIX
+from loramux.base.threads import QUERIES, STORE_READS
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.registry.access import NO_ACCESS, AccessSnapshot
 from loramux.registry.names import (
@@ -26,7 +27,6 @@ from loramux.registry.watch import DEFAULT_POLL_S, Watch
 from loramux.server.auth.quotas import SECONDS, QuotaTable
 from loramux.server.naming.view import WHOLE_VIEW, View
 from loramux.store.library import AdapterLibrary
-from loramux.threads import QUERIES, STORE_READS
 
 _log = logging.getLogger(__name__)
 

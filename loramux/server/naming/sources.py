@@ -9,7 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loramux.backend import AdapterHost
+from loramux.backend.host import AdapterHost
+from loramux.base.threads import FETCHES, FOLDER_READS
 from loramux.server.naming.names import (
     AdapterNames,
     FolderFiles,
@@ -21,7 +22,6 @@ from loramux.sources.config import Secret, SourceConfig
 from loramux.sources.kept import KeptAdapters
 from loramux.sources.parse import parse_source
 from loramux.sources.source_id import SourceId, SourceKind
-from loramux.threads import FETCHES, FOLDER_READS
 
 # A branch of the hub may move: its files are looked for again after this time.
 FRESH_S = 300.0

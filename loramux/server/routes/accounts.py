@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.base.threads import QUERIES
 from loramux.errors import InvalidRequest
 from loramux.registry.audit import MAX_LIMIT, Action
 from loramux.registry.usage_report import days_between, to_csv, usage_row
@@ -15,7 +16,6 @@ from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.http.body import json_response
 from loramux.server.http.openapi import answering
-from loramux.threads import QUERIES
 from loramux.wire.accounts import AuditList, UsageList
 
 DEFAULT_LIMIT = 100

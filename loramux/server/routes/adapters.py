@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.backend import AdapterUse
+from loramux.backend.host import AdapterUse
+from loramux.base.threads import QUERIES
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.metrics.traffic import AdapterTraffic, Traffic
 from loramux.registry.names import AdapterName, NameReference, parse_adapter_name, parse_version
@@ -31,7 +32,6 @@ from loramux.server.live.warming import warm_up
 from loramux.server.naming.names import GivenName, NamedAdapter, full_name
 from loramux.server.naming.view import View
 from loramux.server.routes.status import YES
-from loramux.threads import QUERIES
 from loramux.types.composition import compose
 from loramux.types.modality import Modality
 from loramux.wire.registry import RegistryEntry

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.base.threads import QUERIES
 from loramux.errors import InvalidRequest
 from loramux.registry.access import AccessRecords
 from loramux.registry.audit import Action, Event
@@ -19,7 +20,6 @@ from loramux.server.context import HostContext
 from loramux.server.errors import Forbidden
 from loramux.server.http.body import json_response, read_json
 from loramux.server.http.openapi import answering, changing
-from loramux.threads import QUERIES
 from loramux.wire.accounts import KeyEntry, KeyList, KeyRequest, NewKeyEntry, RotateRequest
 
 _TENANT = {

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.backend import Delta, TextCodec
+from loramux.backend.text import Delta, TextCodec
 from loramux.server.chat.tools.chat import plan_chat
 from loramux.server.chat.tools.writer import ChatWriter, write_message
 from loramux.server.context import Context

@@ -10,7 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.packed.paged import RANK_BLOCK
-from loramux.backend import AdapterUse, EngineStats, ModelCard
+from loramux.backend.host import AdapterUse, EngineStats
+from loramux.backend.text import ModelCard
+from loramux.base.threads import PLANS
 from loramux.capacity.plan import (
     Budgets,
     EvictedNow,
@@ -30,7 +32,6 @@ from loramux.server.http.body import json_response, read_json
 from loramux.server.http.openapi import taking
 from loramux.server.live.fitting import planned_base
 from loramux.server.naming.names import NamedAdapter
-from loramux.threads import PLANS
 from loramux.wire.text import PlanRequest
 
 MAX_NAMES = 20

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.identity import CID_PREFIX
+from loramux.base.signing import key_id_of, public_pem
+from loramux.base.threads import QUERIES
 from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.receipts.receipt import Receipt, ServingStatus
 from loramux.registry.names import parse_name_reference
@@ -20,8 +22,6 @@ from loramux.server.errors import NotServed
 from loramux.server.http.body import json_response
 from loramux.server.http.openapi import answering
 from loramux.server.naming.view import View, unknown_adapter
-from loramux.signing import key_id_of, public_pem
-from loramux.threads import QUERIES
 from loramux.wire.caller import ReceiptKey
 from loramux.wire.text import ReceiptList
 

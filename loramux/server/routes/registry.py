@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from loramux.adapters.recipe import CombinationOptions, check_options, check_weights
 from loramux.adapters.signature import parse_signatures
+from loramux.base.threads import FETCHES, QUERIES
 from loramux.config.paths import FETCH_FOLDER
 from loramux.errors import AdapterNotFound, InvalidRequest, SourceForbidden
 from loramux.registry.audit import Action, Event
@@ -35,7 +36,6 @@ from loramux.server.naming.view import View, unknown_adapter
 from loramux.sources.parse import is_remote, lasting_name
 from loramux.sources.refusals import SourceCode
 from loramux.store.library import AdapterLibrary, Pushed
-from loramux.threads import FETCHES, QUERIES
 from loramux.types.composition import compose
 from loramux.wire.registry import (
     AliasEntry,

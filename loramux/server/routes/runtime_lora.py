@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from loramux.adapters.identity import CID_PREFIX
 from loramux.adapters.images.files import is_image_adapter
+from loramux.base.threads import FOLDER_READS
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -34,7 +35,6 @@ from loramux.server.live.warming import warm_up
 from loramux.server.naming.local_sources import check_size, local_folder
 from loramux.sources.parse import is_remote
 from loramux.sources.source_id import SourceKind
-from loramux.threads import FOLDER_READS
 from loramux.types.hub_id import parse_hub_id
 
 _log = logging.getLogger(__name__)

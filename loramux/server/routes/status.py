@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.errors import InvalidRequest
 from loramux.server.auth.caller import Caller, caller_of, known_caller
 from loramux.server.context import HostContext

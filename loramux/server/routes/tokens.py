@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import Context

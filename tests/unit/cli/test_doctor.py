@@ -17,10 +17,10 @@ from safetensors.torch import save
 from typer.testing import CliRunner, Result
 
 from loramux.adapters.peft.doctor import ModuleReport, Refusal, Report
+from loramux.base.signing import make_key_files
 from loramux.cli.console import size_text
 from loramux.cli.doctor import layer_ranges, show_report
 from loramux.cli.main import app
-from loramux.signing import make_key_files
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,

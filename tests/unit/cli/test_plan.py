@@ -15,8 +15,8 @@ from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.cli.main import app
 from loramux.cli.plan import show_plan
-from loramux.device_choice import DeviceChoice
 from loramux.memory.gpus import Gpu
+from loramux.runner.device_choice import DeviceChoice
 from loramux.types.model import BaseModelInfo, Projection
 from tests.adapter_factory import (
     lora_config_dict,
@@ -101,7 +101,7 @@ def test_host_memory_and_the_device_are_those_of_a_server_here(
     card = Gpu(1, "NVIDIA X", (9, 0), 2**34)
     monkeypatch.setattr("loramux.memory.gpus.visible_gpus", lambda: [card])
     choice = DeviceChoice(device="cuda:1", gpu_name=card.name)
-    monkeypatch.setattr("loramux.device_choice.choose_device", lambda: choice)
+    monkeypatch.setattr("loramux.runner.device_choice.choose_device", lambda: choice)
     gpu = plan_json(config, "--adapters", "3", "--gpu", "auto")["gpu"]
     assert gpu == plan_json(config, "--adapters", "3")["gpu"]
     assert (gpu["name"], gpu["total_bytes"]) == ("NVIDIA X", 2**34)

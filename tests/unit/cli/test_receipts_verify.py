@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from loramux.base.signing import make_key_files, read_private_key
 from loramux.receipts.receipt import Receipt, signed
 from loramux.receipts.writer import to_record
 from loramux.registry import records
-from loramux.signing import make_key_files, read_private_key
 from tests.cli_factory import Shell
 from tests.receipt_factory import make_receipt
 

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from loramux.backend import ModelCard
+from loramux.backend.text import ModelCard
 from loramux.cli.console import show_error
 from loramux.cli.main import app
 from loramux.cli.serve import ServeView, Stopped, curl_command, one_value_per_flag, run, server_url
@@ -27,7 +27,7 @@ from loramux.config.engine import EngineConfig
 from loramux.config.fields import LoraModule, flag
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import UnsupportedModel
-from loramux.launch import ReadyModel, ServerReady
+from loramux.launch.serve import ReadyModel, ServerReady
 
 Launched = list[ServeConfig]
 
@@ -75,10 +75,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         on_ready(ready(*(m.name for m in config.lora_modules)))
         return 0
 
-    fake = ModuleType("loramux.launch")
+    fake = ModuleType("loramux.launch.serve")
     vars(fake)["serve"] = serve
-    monkeypatch.setitem(sys.modules, "loramux.launch", fake)
-    monkeypatch.setattr("loramux.launch", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "loramux.launch.serve", fake)
+    monkeypatch.setattr("loramux.launch.serve", fake, raising=False)
     monkeypatch.setattr("loramux.worker.spawn.spawn_worker", lambda: "a spawned engine")
     return configs
 

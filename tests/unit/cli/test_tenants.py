@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from loramux.base.signing import make_key_files
 from loramux.registry.records import StoredReceipt
-from loramux.signing import make_key_files
 from tests.cli_factory import Shell
 
 DAY_S = 86_400

@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from loramux.cli.main import app
-from loramux.device_choice import DeviceChoice
 from loramux.runner import tune
+from loramux.runner.device_choice import DeviceChoice
 from loramux.runner.gemm.table import TunedGemm, TunedTable, read_table, user_table_file
 
 
@@ -85,7 +85,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error_with_the_reason(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = DeviceChoice(device="cpu", reason="torch is built without CUDA.")
-    monkeypatch.setattr("loramux.device_choice.choose_device", lambda device: choice)
+    monkeypatch.setattr("loramux.runner.device_choice.choose_device", lambda device: choice)
     result = CliRunner().invoke(app, ["tune", "--model", str(model)])
     assert result.exit_code == 1 and "torch is built without CUDA" in result.output
     monkeypatch.undo()

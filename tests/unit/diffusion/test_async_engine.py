@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
-from loramux.backend import Health
+from loramux.backend.host import Health
+from loramux.backend.images import ImageBackend, ImageForm
 from loramux.diffusion.async_engine import AsyncImageEngine
 from loramux.diffusion.digest import pixel_digest, to_bytes
 from loramux.diffusion.engine import ImageEngine
@@ -26,7 +27,6 @@ from loramux.errors import (
     InvalidRequest,
     UnsupportedModel,
 )
-from loramux.image_backend import ImageBackend, ImageForm
 from tests.image_factory import (
     ATTENTION,
     draw_all,

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import pytest
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.messages import Command, Start

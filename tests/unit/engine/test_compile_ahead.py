@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from loramux.config.engine import EngineConfig
-from loramux.device_choice import resolve_config
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 from loramux.kernels import compile_ahead
 from loramux.kernels.compile_ahead import CompileAhead
 from loramux.models.packed_linear import PackedLinear
+from loramux.runner.device_choice import resolve_config
 from loramux.types.request import Request, Selection
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import (

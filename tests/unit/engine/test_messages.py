@@ -5,7 +5,7 @@ import errno
 import msgspec
 import pytest
 
-from loramux.backend import AdapterUse, EngineStats, TierStats
+from loramux.backend.host import AdapterUse, EngineStats, TierStats
 from loramux.engine.messages import Add, Command, Events, ListPages, Reply
 from loramux.errors import (
     AdapterRefused,

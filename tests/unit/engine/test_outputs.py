@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.types.request import FinishReason, Request, TokenEvent, TokenLogprob

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from loramux.backend import EngineStats
+from loramux.backend.host import EngineStats
 from loramux.engine.stats import adapter_uses, engine_stats
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import TEXT, AsyncEngine, AsyncEngineOptions
 from loramux.errors import EngineDied, EngineStopped

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import EngineStats
+from loramux.backend.host import EngineStats
 from loramux.engine.messages import Add, Events, Finish, Identify, Reply, Start
 from loramux.engine.worker import serve
 from loramux.types.adapter import AdapterCard

@@ -24,7 +24,7 @@ from loramux.config.images import DEMO, demo_images, parse_image_lora, with_demo
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.errors import InvalidRequest, UnsupportedModel
-from loramux.image_launch import image_base_names
+from loramux.launch.images import image_base_names
 
 MODEL = DEMO / "model"
 MAX_BYTES = 12_000_000

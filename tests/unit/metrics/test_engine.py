@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.backend import EngineStats, TierStats
+from loramux.backend.host import EngineStats, TierStats
 from tests.unit.metrics.scraping import scraped
 from tests.unit.server.scripted_backend import ScriptedBackend, named
 

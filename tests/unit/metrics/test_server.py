@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.metrics.server import Metrics
 from tests.unit.metrics.scraping import scraped
 from tests.unit.server.scripted_backend import ScriptedBackend

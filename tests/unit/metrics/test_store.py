@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from loramux.backend import StoreTierStats
+from loramux.backend.host import StoreTierStats
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 
 

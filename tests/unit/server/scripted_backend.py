@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.backend import (
-    AdapterUse,
-    Delta,
-    EngineStats,
-    Health,
-    ModelCard,
-)
+from loramux.backend.host import AdapterUse, EngineStats, Health
+from loramux.backend.text import Delta, ModelCard
 from loramux.errors import AdapterNotFound, InvalidRequest, LoramuxError
 from loramux.server.naming.names import AdapterNames
 from loramux.server.naming.registry_adapters import RegistryAdapters

@@ -7,9 +7,8 @@ from base64 import b64encode
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from loramux.backend import Health
-from loramux.errors import AdapterNotFound, AdapterRefused
-from loramux.image_backend import (
+from loramux.backend.host import Health
+from loramux.backend.images import (
     FinishedImage,
     ImageAdapterCard,
     ImageCard,
@@ -17,6 +16,7 @@ from loramux.image_backend import (
     ImageStats,
     ImageUpdate,
 )
+from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.server.images.names import ImageNames
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.types.image import ImageRequest

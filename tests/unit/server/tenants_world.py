@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.types.access import KeyScope
 from loramux.types.pooling import ModelPooling, Pooling
 from loramux.types.request import FinishReason, Request

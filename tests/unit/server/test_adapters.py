@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import AdapterUse, Health
+from loramux.backend.host import AdapterUse, Health
 from loramux.errors import AdapterRefused
 from loramux.types.adapter import InspectedCard
 from tests.store_factory import write_tiny

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
 from loramux.server.context import Context, ServerOptions

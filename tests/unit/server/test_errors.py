@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 import loramux.errors
-from loramux.backend import Delta, Health
+from loramux.backend.host import Health
+from loramux.backend.text import Delta
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.errors import (
     AdapterRefused,
     DoesNotFit,

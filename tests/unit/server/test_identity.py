@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from loramux.config.file import load_serve_config
 from loramux.errors import InvalidRequest, SourceFailed
-from loramux.launch import make_authenticator
+from loramux.launch.serve import make_authenticator
 from loramux.server.auth import identity
 from loramux.server.auth.authentication import CredentialAuthenticator, Credentials
 from loramux.server.auth.caller import Caller

@@ -18,13 +18,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from loramux.backend import Health
+from loramux.backend.host import Health
+from loramux.backend.images import ImageForm
 from loramux.config.images import ImageConfig
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.async_engine import AsyncImageEngine
 from loramux.errors import InvalidRequest
-from loramux.image_backend import ImageForm
-from loramux.image_launch import engine_options
+from loramux.launch.images import engine_options
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.images.context import ImageModel

@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from loramux.backend import Delta, EngineStats
+from loramux.backend.host import EngineStats
+from loramux.backend.text import Delta
 from loramux.errors import EngineStopped
 from loramux.registry.tenants import SettingChanges
 from loramux.types.pooling import ModelPooling, Pooling

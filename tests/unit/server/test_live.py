@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from loramux.backend import EngineStats, Health
+from loramux.backend.host import EngineStats, Health
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
 from loramux.server.context import Context, ServerOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from tests.unit.server.asgi_client import complete, get, make_app, run
 from tests.unit.server.scripted_backend import ScriptedBackend
 

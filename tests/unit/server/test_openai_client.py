@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.errors import EngineBusy, RequestTimeout
 from tests.unit.server.asgi_client import make_app, run
 from tests.unit.server.scripted_backend import ScriptedBackend, named, says_it_reused

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import AdapterUse, EngineStats, Health
+from loramux.backend.host import AdapterUse, EngineStats, Health
 from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.server.routes.plans import would_evict

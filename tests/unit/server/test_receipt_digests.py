@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
+from loramux.base.signing import make_key_files, read_private_key
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import EngineStopped
 from loramux.receipts.claims import ANSWERS, PROMPTS, is_signed
 from loramux.receipts.issuer import ReceiptIssuer
-from loramux.signing import make_key_files, read_private_key
 from loramux.types.request import Request
 from tests.cli_factory import Shell
 from tests.tokenizer_factory import save_byte_level

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.errors import EngineBusy, EngineStopped
 from loramux.receipts.issuer import ReceiptIssuer, RefusalBudget
 from loramux.receipts.receipt import Receipt, Verdict, check

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.errors import EngineBusy
 from loramux.receipts.issuer import ReceiptIssuer
 from tests.unit.server.asgi_client import CHAT, COMPLETIONS, chat, complete, get, make_app, post

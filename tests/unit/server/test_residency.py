@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.backend import EngineStats, Health
+from loramux.backend.host import EngineStats, Health
 from loramux.types.residency import MAX_MOVES, ResidencyView, Tier, key_of_cid
 from tests.unit.server.asgi_client import complete, get, make_app, run
 from tests.unit.server.scripted_backend import ScriptedBackend, named

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
 from loramux.server.naming.locks import NameLocks
 from loramux.sources.config import FetchLimits, SourceConfig

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from loramux.base.threads import FETCHES
 from loramux.server.routes import registry as registry_routes
-from loramux.threads import FETCHES
 from tests.unit.server.asgi_client import CHAT, run
 from tests.unit.server.registry_app import Make
 

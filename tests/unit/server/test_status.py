@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from loramux import __version__
-from loramux.backend import EngineStats, Health, TierStats
+from loramux.backend.host import EngineStats, Health, TierStats
 from loramux.errors import EngineStopped
 from tests.unit.server.asgi_client import complete, get, make_app
 from tests.unit.server.scripted_backend import ScriptedBackend

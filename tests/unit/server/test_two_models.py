@@ -12,8 +12,8 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from loramux.backend import EngineStats, Health
-from loramux.image_backend import ImageStats
+from loramux.backend.host import EngineStats, Health
+from loramux.backend.images import ImageStats
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
 from loramux.server.app import create_app

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.backend import Health
+from loramux.backend.host import Health
 from loramux.errors import AdapterNotFound
 from loramux.server.live.warming import find_prewarmed, prewarm
 from tests.unit.server.asgi_client import make_app, post, run

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from loramux.base.threads import GRAMMAR_CHECKS
 from loramux.engine.grammar.checking import check_apart
 from loramux.errors import InvalidRequest
 from loramux.server.chat.structured.fields import AskedConstraint, find_constraint, make_grammar
-from loramux.threads import GRAMMAR_CHECKS
 from loramux.types.grammar import Grammar
 from loramux.wire.text import GenerationBody
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.server.chat.tools.plan import plan_tools, prompt_of
 from loramux.server.chat.tools.reasoning import find_reasoning
 from loramux.server.chat.tools.reply import ReplyFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.engine.grammar.library import schema_options
 from loramux.server.chat.tools.definitions import ToolChoice
 from loramux.server.chat.tools.families import TEXT_BEGIN, TEXT_END, Family, token_of

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
+from loramux.base.threads import GRAMMAR_CHECKS
 from loramux.errors import InvalidRequest
 from loramux.server.chat.structured.check import require_enforceable
 from loramux.server.chat.structured.fields import json_options
@@ -15,7 +16,6 @@ from loramux.server.chat.tools.families import Family, find_family, template_of
 from loramux.server.chat.tools.grammar import call_grammar
 from loramux.server.chat.tools.messages import render_messages
 from loramux.server.chat.tools.parser import CallParser
-from loramux.threads import GRAMMAR_CHECKS
 from loramux.types.grammar import Grammar
 from loramux.types.sampling import SamplingParams
 from loramux.wire.text import ChatRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.backend import TextCodec
+from loramux.backend.text import TextCodec
 from loramux.server.chat.tools.families import token_of
 from loramux.server.chat.tools.parser import start_of_partial
 from loramux.types.grammar import ReasoningMarks

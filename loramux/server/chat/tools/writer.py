@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.server.chat.tools.parser import Arguments, CallBegin, Piece, Text
 from loramux.server.chat.tools.reply import ReplyFormat
 from loramux.types.request import FinishReason

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.types.pooling import ModelPooling, Pooling
 from loramux.types.request import FinishReason, Request
 from tests.unit.server.asgi_client import make_app, post

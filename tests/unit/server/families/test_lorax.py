@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Delta, Health
+from loramux.backend.host import Health
+from loramux.backend.text import Delta
 from loramux.errors import (
     AdapterRefused,
     EngineBusy,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Delta
+from loramux.backend.text import Delta
 from loramux.types.grammar import Grammar
 from loramux.types.request import FinishReason, Request
 from tests.unit.server.asgi_client import CHAT, chat, events_of, make_app, post

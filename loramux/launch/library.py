@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.config.paths import FETCH_FOLDER, DataPaths
 from loramux.errors import InvalidRequest
-from loramux.progress import SILENT, ByteSink
 from loramux.registry.audit import Actor, Signer
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.registry.registry import Registry

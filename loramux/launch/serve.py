@@ -16,8 +16,10 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from loramux.adapters.combine.cache import CombinationCache
-from loramux.backend import AdapterHost, HostCard
-from loramux.compose import LibraryOptions, open_library, store_limits
+from loramux.backend.host import AdapterHost, HostCard
+from loramux.base.log_lines import use_one_line_records
+from loramux.base.progress import ByteSink
+from loramux.base.signing import read_private_key
 from loramux.config.access import AccessConfig, is_key_text, parse_networks
 from loramux.config.engine import EngineConfig
 from loramux.config.fields import NONE, LoraModule
@@ -40,10 +42,9 @@ from loramux.http_server.serving import (
     uvicorn_config,
     when_started,
 )
-from loramux.log_lines import use_one_line_records
+from loramux.launch.library import LibraryOptions, open_library, store_limits
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.models.locate import locate_model, located_images
-from loramux.progress import ByteSink
 from loramux.receipts.issuer import ReceiptIssuer
 from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.access import NO_ACCESS
@@ -60,7 +61,6 @@ from loramux.server.naming.folder import AdapterFolder
 from loramux.server.naming.names import AdapterNames
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.server.naming.sources import AdapterSources
-from loramux.signing import read_private_key
 from loramux.sources.config import SourceConfig, source_config
 from loramux.sources.download import Progress
 from loramux.sources.kept import KeptAdapters
@@ -179,7 +179,7 @@ async def _serve(
             # Before the language model, whose page pool takes the rest of the memory of a GPU.
             if config.images.image_model is not None:
                 # Imported here, as it needs diffusers.
-                from loramux.image_launch import running_images
+                from loramux.launch.images import running_images
 
                 images = await stack.enter_async_context(
                     running_images(config, registry, sources, progress)

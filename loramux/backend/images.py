@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from loramux.backend import AdapterHost, EngineStats, HostCard
+from loramux.backend.host import AdapterHost, EngineStats, HostCard
 from loramux.types.adapter import AdapterCard
 from loramux.types.image import MIN_SIDE, ImageRequest, nearest_shape
 

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
 
+from loramux.backend.images import ImageAdapterCard, ImageBackend
+from loramux.base.threads import FETCHES, FOLDER_READS
 from loramux.config.images import DEMO_NAME, parse_image_lora
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.async_engine import AsyncImageEngine
 from loramux.diffusion.options import ImageEngineOptions, PipelineFiles
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import InvalidRequest
-from loramux.image_backend import ImageAdapterCard, ImageBackend
 from loramux.models.default_model import cache_folder
 from loramux.server.generate.selection import other_modality
 from loramux.server.images.context import ImageModel
@@ -24,7 +25,6 @@ from loramux.server.naming.sources import AdapterSources
 from loramux.sources.config import SourceConfig
 from loramux.sources.kept import KeptAdapters
 from loramux.sources.parse import is_remote
-from loramux.threads import FETCHES, FOLDER_READS
 
 OnProgress = Callable[[str, float], None]
 
