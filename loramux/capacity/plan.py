@@ -191,6 +191,8 @@ class BaseSizes(Struct, kw_only=True, frozen=True):
     block_tokens: int
     page_bytes: int
     packing: PackingKind
+    quantisation: str = ""
+    """Formats of the weights in the files; empty if they are in floating point."""
 
 
 class GpuMemory(Struct, kw_only=True, frozen=True):

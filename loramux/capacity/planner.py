@@ -292,6 +292,7 @@ def _base_sizes(base: PlannedBase) -> BaseSizes:
         dtype=base.dtype,
         num_layers=base.shapes.num_layers,
         weight_bytes=base.weight_bytes,
+        quantisation=base.shapes.quantisation,
         kv_token_bytes=base.kv_token_bytes,
         block_tokens=base.block_tokens,
         page_bytes=base.page_bytes,

@@ -56,7 +56,8 @@ def show_plan(plan: MemoryPlan, console: Console, *, warnings: Iterable[str] = (
 def facts(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     base = plan.base
     yield "Base", f"{base.name}, {base.num_layers} layers, {base.dtype}"
-    yield "Weights", f"{size_text(base.weight_bytes)}, besides the pool"
+    stored = f" ({base.quantisation}, dequantised when loaded)" if base.quantisation else ""
+    yield "Weights", f"{size_text(base.weight_bytes)}{stored}, besides the pool"
     if plan.gpu is not msgspec.UNSET:
         yield "GPU", gpu_text(plan.gpu)
     pages = f"{size_text(base.page_bytes)} each, {base.block_tokens} tokens of KV cache"

@@ -180,6 +180,8 @@ def engine_facts(card: HostCard) -> Iterator[tuple[str, str]]:
     """The device of a running engine and the sizes that follow from it, by name."""
     device = "CPU" if card.gpu_name is None else f"{card.gpu_name} ({card.device})"
     yield "Device", f"{device}, {card.dtype}"
+    if isinstance(card, ModelCard) and card.shapes is not None and card.shapes.quantisation:
+        yield "Weights", f"{card.shapes.quantisation}, dequantised to {card.dtype} when loaded"
     page_bytes = card.pool_bytes // max(1, card.num_pages)
     pages = f", {card.num_pages} pages of {size_text(page_bytes)}" if card.num_pages else ""
     use = "KV cache and adapters" if isinstance(card, ModelCard) else "adapters of images"

@@ -16,6 +16,7 @@ from loramux.models.families import (
     Architecture,
     HeadNormScope,
 )
+from loramux.models.quantised.config import parse_quantisation
 from loramux.models.rope import (
     NO_ROPE,
     RopeConfig,
@@ -31,7 +32,10 @@ from loramux.types.model import (
     Projection,
     RowMap,
 )
+from loramux.types.quantisation import Quantisation
 
+# The second is of older releases of llm-compressor.
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED_KEYS = (
     "vocab_size",
@@ -98,6 +102,8 @@ class DecoderConfig:
     """Outputs of the classification head, which is then the output head; 0: it has none."""
     is_vision_model: bool = False
     """The checkpoint has an image encoder, whose tensors are not read."""
+    quantisation: Quantisation | None = None
+    """How the checkpoint stores its weights; None: in floating point."""
 
     @property
     def head_size(self) -> int:
@@ -183,7 +189,14 @@ def parse_config(
         final_logit_softcap=final_softcap(config, spec, kind),
         num_labels=len(labels_of(config)) if kind is HeadKind.LABELS else 0,
         is_vision_model=is_vision_model(hf_config),
+        quantisation=quantisation_of(config),
     )
+
+
+def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
+    """Parse how the weights are quantised; raise UnsupportedModel for an unknown format."""
+    settings = next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None)
+    return parse_quantisation(settings) if settings else None
 
 
 def longest_context(config: Mapping[str, Any], spec: Architecture) -> int:
@@ -264,12 +277,6 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     missing = [key for key in REQUIRED_KEYS if not config.get(key)]
     if missing:
         raise UnsupportedModel(f"config.json lacks {', '.join(missing)}.")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"The weights are quantized ({method}), which is not supported: "
-            "use the unquantized checkpoint."
-        )
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is not supported: not a causal model.")
 
@@ -345,6 +352,7 @@ def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
         norm_names=config.norm_names,
         norm_plus_one=config.norm_plus_one,
         num_labels=config.num_labels,
+        quantisation="" if config.quantisation is None else config.quantisation.label,
         path_prefixes=VISION_PREFIXES if config.is_vision_model else (TEXT_PREFIX,),
     )
 

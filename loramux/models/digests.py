@@ -48,9 +48,9 @@ def sidecar_of(resolved: Path) -> Path:
     return cache_folder() / "digests" / f"{key}.json"
 
 
-def model_digest(config_file: Path, weight_files: list[Path]) -> str:
-    """Return the identity of a base: a digest of its config and weights, not of their paths."""
-    parts = [("config.json", hashlib.sha256(config_file.read_bytes()).hexdigest())]
+def model_digest(config_files: list[Path], weight_files: list[Path]) -> str:
+    """Return the identity of a base: a digest of its configs and weights, not of their paths."""
+    parts = [(one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in config_files]
     files = sorted(weight_files)
     # Hashing releases the GIL.
     with ThreadPoolExecutor(max_workers=_MAX_THREADS) as threads:

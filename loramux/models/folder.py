@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from loramux.errors import UnsupportedModel
-from loramux.models.architectures import base_info, parse_config
+from loramux.models.architectures import QUANTISATION_KEYS, base_info, parse_config
 from loramux.models.gguf_file import read_gguf_config
+from loramux.models.quantised.config import QUANTISATION_FILES
 from loramux.types.hub_id import MODEL_FORMS
 from loramux.types.model import BaseModelInfo
 
@@ -43,7 +44,26 @@ def read_config(folder: Path) -> dict[str, Any]:
                 f"{folder} holds a LoRA adapter, not a base model: give the folder of its base."
             )
         raise UnsupportedModel(f"{folder} has no config.json: give {MODEL_FORMS}.")
-    return read_json_object(config_file)
+    config = read_json_object(config_file)
+    for file in quantisation_files(folder, config):
+        method = QUANTISATION_FILES[file.name]
+        config["quantization_config"] = {"quant_method": method, **read_json_object(file)}
+    return config
+
+
+def quantisation_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
+    """Return the file that says how weights are quantised, if config.json does not."""
+    text = config.get("text_config") or {}
+    if any(part.get(key) for part in (config, text) for key in QUANTISATION_KEYS):
+        return []
+    found = [folder / name for name in QUANTISATION_FILES if (folder / name).is_file()]
+    return found[:1]
+
+
+def config_files(folder: Path) -> list[Path]:
+    """Return config.json, and the file of its quantisation settings if they lie beside it."""
+    config_file = folder / "config.json"
+    return [config_file, *quantisation_files(folder, read_json_object(config_file))]
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

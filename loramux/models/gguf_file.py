@@ -203,11 +203,17 @@ def weights(
 
 def dequantized(tensor: ReaderTensor) -> Array:
     try:
-        return dequantize(tensor.data, tensor.tensor_type)
+        values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
         raise UnsupportedModel(
-            f"{tensor.name} is quantized as {tensor.tensor_type.name}, which cannot be read."
+            f"{tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read."
         ) from error
+    if not np.isfinite(values).all():
+        raise UnsupportedModel(
+            f"{tensor.name} has NaN or infinite elements ({tensor.tensor_type.name}): the file is "
+            "damaged. Fetch it again."
+        )
+    return values
 
 
 def halves_from_pairs(rows: Array, num_heads: int) -> Array:

@@ -12,16 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loramux.errors import UnsupportedModel
 from loramux.kernels.cpu.vector_math import detect_cpu
 from loramux.models.architectures import DecoderConfig, parse_config
-from loramux.models.checkpoint import Slot, checkpoint_slots
+from loramux.models.checkpoint import checkpoint_slots
 from loramux.models.decoder import Decoder
 from loramux.models.digests import model_digest
-from loramux.models.folder import eos_token_ids, listed, model_name, read_config, weight_files
+from loramux.models.folder import (
+    config_files,
+    eos_token_ids,
+    listed,
+    model_name,
+    read_config,
+    weight_files,
+)
 from loramux.models.gguf_file import converted_folder
+from loramux.models.quantised.checkpoint import dequantised_weights
+from loramux.models.tensor_files import NamedRead, stored_weights
 from loramux.models.text_config import text_config
 from loramux.types.vision import text_name
 
@@ -90,7 +98,7 @@ def read_weights(
     decoder: Decoder, folder: Path, files: list[Path], *, progress: Progress | None = None
 ) -> str:
     """Fill the decoder, and return the digest, which is computed meanwhile."""
-    digest = on_thread(lambda: model_digest(folder / "config.json", files))
+    digest = on_thread(lambda: model_digest(config_files(folder), files))
     fill(decoder, files, progress=progress)
     return digest.result()
 
@@ -121,15 +129,18 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
     slots = checkpoint_slots(decoder)
     num_slots = len(slots)
     extra: list[str] = []
-    for file in files:
-        try:
-            for name in fill_from_file(file, slots, has_vision=decoder.config.is_vision_model):
-                if name is not None:
-                    extra.append(name)
-                elif progress is not None:
-                    progress("Loading weights", 1 - len(slots) / num_slots)
-        except SafetensorError as error:
-            raise UnsupportedModel(f"{file} is not a valid safetensors file: {error}.") from error
+    for name, read in weights_of(decoder, files):
+        path = text_name(name) if decoder.config.is_vision_model else name
+        if path is None:
+            continue  # a tensor of the image encoder
+        # A model without a head has no prefix.
+        slot = slots.pop(path, None) or slots.pop(f"model.{path}", None)
+        if slot is None:
+            extra.append(name)
+            continue
+        slot.fill(name, read())
+        if progress is not None:
+            progress("Loading weights", 1 - len(slots) / num_slots)
     ignored = {"lm_head.weight"} if decoder.config.tie_embeddings else set()
     extra = [n for n in extra if n not in ignored and not DERIVED_TENSORS.search(n)]
     if slots:
@@ -141,21 +152,9 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
         )
 
 
-def fill_from_file(
-    file: Path, slots: dict[str, Slot], *, has_vision: bool = False
-) -> Iterator[str | None]:
-    """Fill and remove the slots of this file's tensors.
-
-    Yields None for each filled slot, and the name of each tensor without a slot.
-    has_vision: skip the tensors of the image encoder
-    """
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - not a mapping
-            path = text_name(name) if has_vision else name
-            if path is None:
-                continue
-            # A model without a head has no prefix.
-            slot = slots.pop(path, None) or slots.pop(f"model.{path}", None)
-            if slot is not None:
-                slot.fill(name, tensors.get_tensor(name))
-            yield None if slot is not None else name
+def weights_of(decoder: Decoder, files: list[Path]) -> Iterator[NamedRead]:
+    """Yield the names of all weights with functions that read them in floating point."""
+    quantisation = decoder.config.quantisation
+    if quantisation is None:
+        return stored_weights(files)
+    return dequantised_weights(files, quantisation, decoder.norm.weight.device)

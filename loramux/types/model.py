@@ -155,6 +155,8 @@ class BaseModelInfo:
     """Whether the checkpoint stores norm weights minus one."""
     num_labels: int = 0
     """Outputs of the classification head that the model has instead of one over its vocabulary."""
+    quantisation: str = ""
+    """Formats of the checkpoint's weights in words; empty if they are in floating point."""
     path_prefixes: tuple[str, ...] = (TEXT_PREFIX,)
     """Prefixes of module paths under which adapters may address the layers; the first is that of
     `targets`."""

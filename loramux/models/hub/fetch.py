@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download
 from loramux.base.progress import SILENT, ByteSink
 from loramux.errors import ModelNotFetched, UnsupportedModel
 from loramux.models.architectures import parse_config
-from loramux.models.folder import INDEX_NAME, SINGLE_NAME, read_json_object, shard_names
+from loramux.models.folder import INDEX_NAME, SINGLE_NAME, read_config, shard_names
 from loramux.models.gguf_file import GGUF_ARCHITECTURES
 from loramux.models.hub.cache import RepositoryCache
 from loramux.models.hub.download import Download
@@ -30,6 +30,7 @@ from loramux.models.hub.files import (
     side_files,
     weights_of,
 )
+from loramux.models.quantised.config import QUANTISATION_FILES
 from loramux.types.hub_id import HubId
 
 _log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def fetch_listed(
         files, found = [file], found / file.path
     else:
         check_folder(hub_id, listing)
-        check_config(hub_id, fetch_small(cache, listing, CONFIG_NAME))
+        check_config(cache, listing)
         files = folder_files(cache, listing) if with_weights else []
     bring(cache, listing.commit, files, sink)
     cache.remember(listing.commit, replace=with_weights)
@@ -155,11 +156,15 @@ def fetch_small(cache: RepositoryCache, listing: Listing, name: str) -> Path:
     return Path(found)
 
 
-def check_config(hub_id: HubId, file: Path) -> None:
+def check_config(cache: RepositoryCache, listing: Listing) -> None:
+    """Refuse an architecture or a quantisation that cannot be served."""
+    for name in (CONFIG_NAME, *QUANTISATION_FILES):
+        if name in listing.files:
+            folder = fetch_small(cache, listing, name).parent
     try:
-        parse_config(read_json_object(file))
+        parse_config(read_config(folder))
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{hub_id}: {error} Nothing else was downloaded.") from None
+        raise UnsupportedModel(f"{cache.hub_id}: {error} Nothing else was downloaded.") from None
 
 
 def check_gguf_architecture(hub_id: HubId, listing: Listing) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from loramux.errors import UnsupportedModel
 from loramux.models.folder import INDEX_NAME, SINGLE_NAME, listed
+from loramux.models.quantised.config import QUANTISATION_FILES
 from loramux.types.hub_id import HubId
 
 CONFIG_NAME = "config.json"
@@ -25,6 +26,7 @@ SIDE_FILES = frozenset(
         "tokenizer.model",
         "vocab.json",
         "merges.txt",
+        *QUANTISATION_FILES,
     }
 )
 TEMPLATE_FOLDER = "additional_chat_templates/"

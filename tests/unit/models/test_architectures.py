@@ -28,7 +28,7 @@ def test_config_without_architecture_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantised as aqlm"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"hidden_act": "relu"}, "'relu'"),
         ({"hidden_size": None}, "hidden_size"),

@@ -58,9 +58,9 @@ def test_model_digest_knows_config_and_every_shard(tmp_path: Path) -> None:
     for file in files:
         file.write_bytes(b"0")
     config, a, b = files
-    digests_seen = {model_digest(config, [a, b]), model_digest(config, [a])}
+    digests_seen = {model_digest([config], [a, b]), model_digest([config], [a])}
     for file in files:
         file.write_bytes(b"10")
-        digests_seen.add(model_digest(config, [a, b]))
+        digests_seen.add(model_digest([config], [a, b]))
     assert len(digests_seen) == 5
-    assert model_digest(config, [b, a]) == model_digest(config, [a, b])
+    assert model_digest([config], [b, a]) == model_digest([config], [a, b])

@@ -298,7 +298,14 @@ REFUSED = {
         folder_files(architectures=["MambaForCausalLM"]),
         "MambaForCausalLM is not supported; valid values: LlamaForCausalLM, .*Nothing else",
     ),
-    "quantized": (folder_files(quantization_config={"quant_method": "awq"}), "quantized"),
+    "quantised": (
+        folder_files(quantization_config={"quant_method": "aqlm"}),
+        "quantised as aqlm, which is not supported. Use .*Nothing else",
+    ),
+    "quantised beside the config": (
+        {**folder_files(), "hf_quant_config.json": b'{"quantization": {"quant_algo": "W4A8_AWQ"}}'},
+        "W4A8_AWQ of ModelOpt, which is not supported. Use .*Nothing else",
+    ),
     "shards without index": (
         {**without("model.safetensors"), "a.safetensors": b"", "b.safetensors": b""},
         "2 safetensors files but no model.safetensors.index.json",
