@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from loramux.errors import UnsupportedModel
 from loramux.models.default_model import cache_folder
 from loramux.models.digests import file_digest
+from loramux.models.gguf_reader import GgufContents, GgufTensor, read_gguf
 from loramux.models.gguf_tokenizer import write_tokenizer
 from loramux.models.safetensors_writer import SafetensorsWriter
 
@@ -65,13 +65,6 @@ MODEL_TENSORS = {
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-class Metadata(dict[str, Any]):
-    """GGUF metadata; a missing key raises UnsupportedModel."""
-
-    def __missing__(self, key: str) -> Any:
-        raise UnsupportedModel(f"The GGUF file lacks {key}.")
-
-
 def converted_folder(path: Path, *, progress: Progress | None = None) -> Path:
     """Return the Hugging Face folder of this file, converting it first if needed."""
     if not path.is_file():
@@ -102,25 +95,18 @@ def rename_unless_there(partial: Path, folder: Path) -> None:
 def convert(path: Path, folder: Path, *, progress: Progress | None = None) -> None:
     report = progress or (lambda stage, fraction: None)
     report(STAGE, 0.0)
-    reader = open_gguf(path)
-    metadata = Metadata((name, field.contents()) for name, field in reader.fields.items())
+    contents = read_gguf(path)
+    metadata = contents.metadata
     architecture = gguf_architecture(metadata)
     write_tokenizer(metadata, folder)
-    names = {tensor.name: checkpoint_name(tensor.name) for tensor in reader.tensors}
+    names = {tensor.name: checkpoint_name(tensor.name) for tensor in contents.tensors}
     config = hf_config(metadata, architecture, tied="output.weight" not in names)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shapes = {names[t.name]: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
+    shapes = {names[tensor.name]: tensor.shape for tensor in contents.tensors}
     with SafetensorsWriter(folder / "model.safetensors", shapes) as writer:
-        for index, (name, values) in enumerate(weights(reader, architecture, config)):
+        for index, (name, values) in enumerate(weights(contents, architecture, config)):
             writer.write(names[name], values)
             report(STAGE, (index + 1) / len(names))
-
-
-def open_gguf(path: Path) -> GGUFReader:
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise UnsupportedModel(f"{path} is not a readable GGUF file: {error}.") from error
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> GgufArchitecture:
@@ -186,14 +172,14 @@ def rope_scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | N
 
 
 def weights(
-    reader: GGUFReader, architecture: GgufArchitecture, config: Mapping[str, Any]
+    contents: GgufContents, architecture: GgufArchitecture, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Array]]:
     """Yield (GGUF name, float32 values in the row order of the checkpoint)."""
     num_heads = {
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
     }
-    for tensor in reader.tensors:
+    for tensor in contents.tensors:
         values = dequantized(tensor)
         part = tensor.name.split(".")[-2]
         if architecture.interleaves_heads and part in num_heads:
@@ -201,16 +187,16 @@ def weights(
         yield tensor.name, values
 
 
-def dequantized(tensor: ReaderTensor) -> Array:
+def dequantized(tensor: GgufTensor) -> Array:
     try:
-        values = dequantize(tensor.data, tensor.tensor_type)
+        values = dequantize(tensor.data, tensor.kind)
     except NotImplementedError as error:
         raise UnsupportedModel(
-            f"{tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read."
+            f"{tensor.name} is quantised as {tensor.kind.name}, which cannot be read."
         ) from error
     if not np.isfinite(values).all():
         raise UnsupportedModel(
-            f"{tensor.name} has NaN or infinite elements ({tensor.tensor_type.name}): the file is "
+            f"{tensor.name} has NaN or infinite elements ({tensor.kind.name}): the file is "
             "damaged. Fetch it again."
         )
     return values
@@ -224,7 +210,6 @@ def halves_from_pairs(rows: Array, num_heads: int) -> Array:
 
 def read_gguf_config(path: Path) -> Mapping[str, Any]:
     """Return the config.json settings that the metadata describes, without reading tensors."""
-    reader = open_gguf(path)
-    metadata = Metadata((name, field.contents()) for name, field in reader.fields.items())
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    return hf_config(metadata, gguf_architecture(metadata), tied=tied)
+    contents = read_gguf(path)
+    tied = all(tensor.name != "output.weight" for tensor in contents.tensors)
+    return hf_config(contents.metadata, gguf_architecture(contents.metadata), tied=tied)
