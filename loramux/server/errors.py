@@ -41,6 +41,7 @@ from loramux.errors import (
     machine_error,
 )
 from loramux.http_server.error_body import ErrorBody, ErrorInfo, make_info
+from loramux.types.expected import OTHER_CONTENT_STATUS
 
 
 class NotServed(LoramuxError):
@@ -59,6 +60,15 @@ class Unauthenticated(LoramuxError):
     """The request has no valid key."""
 
     headers: ClassVar[Mapping[str, str]] = {"www-authenticate": 'Bearer realm="loramux"'}
+
+
+class OtherContent(LoramuxError):
+    """A name means another content here than the router that sent the request expects."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The adapter `{name}` has another content here than the request expects. Try again."
+        )
 
 
 class BodyTooLarge(LoramuxError):
@@ -83,6 +93,7 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     RequestTimeout: 408,
     RegistryConflict: 409,
     SourceChanged: 409,
+    OtherContent: OTHER_CONTENT_STATUS,
     BodyTooLarge: 413,
     NotJson: 415,
     AdapterRefused: 422,

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.errors import LoramuxError
-from loramux.server.auth.caller import Authenticator, Caller
+from loramux.server.auth.caller import Authenticator, Caller, with_expected
 from loramux.server.errors import ErrorShape, Forbidden, error_response
 from loramux.types.routes import ROUTE_ACCESS, Access
 
@@ -105,7 +105,9 @@ class CallerMiddleware:
     async def _admit(self, scope: Scope, access: Access | None) -> None:
         state = scope.setdefault("state", {})
         try:
-            caller = state["caller"] = await self._authenticator.caller(HTTPConnection(scope))
+            http = HTTPConnection(scope)
+            caller = await self._authenticator.caller(http)
+            caller = state["caller"] = with_expected(caller, http.headers)
         except LoramuxError as error:
             if access is None or access.scopes:
                 raise

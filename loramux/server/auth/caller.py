@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from starlette.datastructures import Headers
@@ -10,6 +10,7 @@ from starlette.requests import HTTPConnection, Request
 
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.types.access import ALL_SCOPES, KeyScope
+from loramux.types.expected import EXPECT_HEADER, Expected, read_expected
 
 MAX_TENANT_CHARACTERS = 128
 
@@ -33,6 +34,8 @@ class Caller:
     """When the key or token ends; None: never."""
     is_operator: bool = True
     """Not bound to a tenant: sees the adapters, receipts and metrics of all."""
+    expected: Expected | None = None
+    """The contents of given names that may answer this request; None: any."""
 
     @property
     def confined_to(self) -> str | None:
@@ -70,6 +73,19 @@ class TenantHeader:
 
 def read_caller(headers: Headers, tenant_header: str | None) -> Caller:
     return ANONYMOUS if tenant_header is None else Caller(read_tenant(headers, tenant_header))
+
+
+def with_expected(caller: Caller, headers: Headers) -> Caller:
+    """Return the caller with the contents that the request expects; raises InvalidRequest."""
+    values = headers.getlist(EXPECT_HEADER)
+    if not values:
+        return caller
+    try:
+        return replace(caller, expected=read_expected(values))
+    except ValueError as error:
+        raise InvalidRequest(
+            f"The header {EXPECT_HEADER}: {error}.", param=EXPECT_HEADER
+        ) from error
 
 
 def caller_of(http: Request) -> Caller:

@@ -20,7 +20,13 @@ from loramux.server.context import Context, HostContext
 from loramux.server.errors import Forbidden, NotServed
 from loramux.server.generate.near_names import hint_for
 from loramux.server.generate.prompts import split_prompts
-from loramux.server.naming.names import NamedAdapter, Selected, check_distinct, full_name
+from loramux.server.naming.names import (
+    NamedAdapter,
+    Selected,
+    check_distinct,
+    check_expected,
+    full_name,
+)
 from loramux.server.naming.recipes import open_version
 from loramux.server.naming.view import View
 from loramux.types.adapter import vocab_size_of
@@ -273,10 +279,14 @@ class _Finder:
         context = self.context
         if text in context.base_names:
             return None
-        may_be_given = self.view.sees_given(text)
+        expected = (self.caller.expected or {}).get(text)
+        # No content is allowed: the name is that of an adapter that was unloaded elsewhere.
+        is_hidden = expected is not None and not expected
+        may_be_given = not is_hidden and self.view.sees_given(text)
         given = await context.names.identify(text) if may_be_given else None
         if given is not None and given.cid is not None:
-            return (NamedAdapter(text, given.cid, given.name),)
+            check_expected(text, given.cid, expected)
+            return (NamedAdapter(text, given.cid, given.name, expected=expected),)
         resolved = await self._resolve(text, param)
         if resolved is not None and resolved.modality != context.modality:
             raise other_modality(full_name(resolved), resolved.modality)

@@ -23,6 +23,7 @@ from loramux.errors import (
 )
 from loramux.registry.names import AdapterName
 from loramux.registry.records import Resolved
+from loramux.server.errors import OtherContent
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.server.naming.view import View
 from loramux.types.adapter import AdapterCard, InspectedCard
@@ -88,6 +89,8 @@ class NamedAdapter:
     """The adapters of a combination that a request made, in the order of the request."""
     part_of: Resolved | None = None
     """The version of the registry, a sum, that named this adapter."""
+    expected: frozenset[str] | None = None
+    """The contents that may answer to a given name; None: any."""
 
     @property
     def label(self) -> str:
@@ -379,6 +382,7 @@ class AdapterNames:
         given = None if adapter.given is None else self.find(adapter.given)
         if given is None or given.cid is None:
             return adapter
+        check_expected(adapter.text, given.cid, adapter.expected)
         return replace(adapter, cid=given.cid)
 
     def _put(self, given: GivenName) -> GivenName:
@@ -541,6 +545,12 @@ def label_of(resolved: Resolved) -> str:
 def combination_label(recipe: Recipe, parts: Sequence[NamedAdapter]) -> str:
     """Returns method and labels without weights, such as ties(acme/german,acme/sql)."""
     return f"{recipe.method.name}({','.join(sorted(part.label for part in parts))})"
+
+
+def check_expected(name: str, cid: str, expected: frozenset[str] | None) -> None:
+    """Raise OtherContent if the request allows no such content behind a name."""
+    if expected is not None and cid not in expected:
+        raise OtherContent(name)
 
 
 def check_distinct(adapters: Sequence[NamedAdapter], *, param: str) -> None:

@@ -18,6 +18,7 @@ from loramux.errors import (
     StoreDamaged,
 )
 from loramux.registry.records import Resolved
+from loramux.server.errors import OtherContent
 from loramux.server.naming.names import GivenName, NamedAdapter, Selected
 from loramux.types.adapter import InspectedCard
 from tests.store_factory import write_tiny
@@ -227,6 +228,17 @@ def test_an_adapter_that_could_not_be_loaded_is_read_again(tmp_path: Path, chang
     assert [cid for cid in backend.adapters if backend.names.names_of(cid) == ["one"]] == expected
     assert state_of(backend, "one") == ("failed" if change == "broken" else "ready")
     assert len(backend.added) == 2 and len(backend.removed) == (change != "nothing")
+
+
+def test_a_request_does_not_move_to_a_content_that_is_not_expected() -> None:
+    backend = ScriptedBackend()
+    cid = named("legal").cid
+    legal = NamedAdapter("legal", cid, "legal", expected=frozenset((cid,)))
+    selected = Selected("legal", (legal,))
+    assert backend.names.rebind(selected) is selected
+    backend.give_name("legal", replace(named("legal"), cid=CID_PREFIX + "new"))
+    with pytest.raises(OtherContent, match="`legal`"):
+        backend.names.rebind(selected)
 
 
 def test_a_request_moves_with_its_names_and_keeps_its_weights() -> None:
