@@ -20,6 +20,8 @@ MAX_GONE = 1000
 class DesiredRecords:
     """The desired adapters of one fleet."""
 
+    is_shared = True
+
     def __init__(
         self, database: Database, fleet: str, *, clock: Callable[[], float] = time.time
     ) -> None:

@@ -24,6 +24,7 @@ from loramux.router.asked import (
     read_body,
 )
 from loramux.router.desired import DesiredStore, MemoryDesired
+from loramux.router.expect import expectation_of
 from loramux.router.fleet import Fleet, Replica, State
 from loramux.router.follow import Followers
 from loramux.router.lists import Lists
@@ -89,7 +90,7 @@ class RouterApp:
             self.upstream,
             self.metrics,
             on_use=self._prewarmer.used,
-            is_loaded=lambda name: self._reconciler.is_wanted(name),
+            expect=lambda asked: expectation_of(self._reconciler, asked.names),
         )
         self._lists = Lists(self.fleet, relay)
         self._reconciler = Reconciler(

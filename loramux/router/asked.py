@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from loramux.router.named import names_in
 from loramux.router.repeats import is_repeatable
+from loramux.types.expected import EXPECT_HEADER
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade".split()
 )
-# The client of the replica sets these itself.
-_DROPPED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# The client of the replica, or the router, sets these itself.
+_DROPPED = _HOP_BY_HOP | {b"host", b"content-length", b"expect", EXPECT_HEADER.encode()}
 _BYTES_PER_TOKEN = 4
 # The header that replaces the adapter of a body.
 _SAGEMAKER = "x-amzn-sagemaker-adapter-identifier"
@@ -79,6 +81,8 @@ class Asked:
     name: str
     """What is hashed: the name of the adapter, and who asks where names may differ by that."""
     request_id: str
+    names: frozenset[str] = frozenset()
+    """All adapters that it may name, also as terms of sums."""
 
     @property
     def prompt_tokens(self) -> float:
@@ -131,14 +135,16 @@ def make_asked(scope: Scope, body: bytes, *, tenant_header: str = "") -> Asked:
     request_id = given or uuid.uuid4().hex
     if not given:
         headers.append(("x-request-id", request_id))
+    named = _named(body, headers)
     return Asked(
         method=scope["method"],
         path=scope["path"],
         target=f"{target}?{query}" if query else target,
         headers=headers,
         body=body,
-        name=adapter_name(body, headers, tenant_header),
+        name=_adapter_name(named, headers, tenant_header),
         request_id=request_id,
+        names=names_in(_texts(named, headers), body),
     )
 
 
@@ -189,7 +195,23 @@ def _form_fields(body: bytes, kind: str) -> _Named:
 
 def adapter_name(body: bytes, headers: list[tuple[str, str]], tenant_header: str = "") -> str:
     """Returns what a request asks for; empty where nothing can be read."""
-    named = _named(body, headers)
+    return _adapter_name(_named(body, headers), headers, tenant_header)
+
+
+def _texts(named: _Named, headers: list[tuple[str, str]]) -> Iterator[str]:
+    """Yields every text that may name adapters: which of them counts is the server's matter."""
+    parameters = named.parameters if isinstance(named.parameters, dict) else {}
+    fields = (
+        named.model, named.adapters, named.artifact, named.adapter_id, named.lora_path,
+        parameters.get("adapter_id"), [value for key, value in headers if key == _SAGEMAKER],
+    )  # fmt: skip
+    for field in fields:
+        for text in field if isinstance(field, list) else (field,):
+            if isinstance(text, str):
+                yield text
+
+
+def _adapter_name(named: _Named, headers: list[tuple[str, str]], tenant_header: str) -> str:
     parameters = named.parameters if isinstance(named.parameters, dict) else {}
     of_header = next((value for key, value in headers if key == _SAGEMAKER), None)
     found = (

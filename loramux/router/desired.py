@@ -23,6 +23,9 @@ MAX_GONE = 1000
 class DesiredStore(Protocol):
     """Blocks; a registry's DesiredRecords is one."""
 
+    is_shared: bool
+    """Whether other routers may write to it."""
+
     def revision(self) -> int: ...
 
     def read(self) -> Desired: ...
@@ -34,6 +37,8 @@ class DesiredStore(Protocol):
 
 class MemoryDesired:
     """Ends with its router."""
+
+    is_shared = False
 
     def __init__(self) -> None:
         self._desired = Desired()
@@ -51,6 +56,8 @@ class MemoryDesired:
 
 class FileDesired:
     """A file that several routers may share."""
+
+    is_shared = True
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidRequest for a file that cannot be read or written."""

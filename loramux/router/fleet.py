@@ -13,6 +13,7 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from loramux.router.conduct import MAX_EJECTED_SHARE, Conduct
+from loramux.router.named import parts_of
 from loramux.router.recently_used import RecentlyUsed
 from loramux.types.replica_report import USUAL_ANSWER_TOKENS, ResidencyReport
 from loramux.types.residency import Tier, key_of_cid
@@ -251,8 +252,9 @@ class Fleet:
         """Yields replicas, the one with the fewest expected seconds first, each once."""
         keys = self.keys_of(name)
         usable = self.usable(now)
-        parts = frozenset(name.partition("\0")[0].split("+"))
-        usable = [r for r in usable if parts.isdisjoint(r.lacking)] or usable
+        if any(replica.lacking for replica in usable):
+            parts = parts_of(name.partition("\0")[0])
+            usable = [r for r in usable if parts.isdisjoint(r.lacking)] or usable
         base = self.base_of(name)
         if base and len({replica.base_digest for replica in usable}) > 1:
             usable = [r for r in usable if r.base_digest == base] or usable

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -48,6 +48,17 @@ class _Before:
     source: str = ""
     cid: str = ""
     is_there: bool = False
+
+
+@dataclass(slots=True)
+class _Change:
+    """A load under way."""
+
+    adapter: DesiredAdapter
+    """As it is recorded."""
+    cids: set[str] = field(default_factory=set)
+    """What the servers have read."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Loads:
@@ -138,39 +149,48 @@ class Loads:
         )
         revision = 0 if current is None else current.revision
         changing = await self._reconciler.write(changing, if_revision=revision)
-        failed, cid, done = None, "", list(replicas)
+        change = _Change(changing)
         try:
             answers = await asyncio.gather(
-                *(
-                    self._reconciler.load(one, name, fields.lora_path, in_place=before.is_there)
-                    for one in replicas
-                )
+                *(self._load_one(change, one, is_in_place=before.is_there) for one in replicas)
             )
+        except BaseException:
+            await self._undo(change.adapter, replicas)
+            raise
+        failed = next((one for one in answers if one.status != 200), None)
+        if failed is None and (len(change.cids) > 1 or not change.adapter.cid):
+            failed = error_answer(502, "The servers read different files of the adapter.")
+        if failed is not None:
             # The loops wait for those that do not answer.
-            done = [
+            followed = [
                 replica
                 for replica, one in zip(replicas, answers, strict=True)
                 if one.status not in SILENT
             ]
-            failed = next((one for one in answers if one.status != 200), None)
-            if failed is None:
-                cids = await asyncio.gather(
-                    *(self._reconciler.cid_of(one, name) for one in replicas)
-                )
-                cid = cids[0] or ""
-                if len(set(cids)) > 1 or not cid:
-                    failed = error_answer(502, "The servers read different files of the adapter.")
-        except BaseException:
-            await self._undo(changing, done)
-            raise
-        if failed is not None:
-            await self._undo(changing, done)
+            await self._undo(change.adapter, followed)
             return _told(failed)
         wanted = replace(
-            changing, state=DesiredState.WANTED, cid=cid, previous_source="", previous_cid=""
+            change.adapter, state=DesiredState.WANTED, previous_source="", previous_cid=""
         )
-        await self._reconciler.write(wanted, if_revision=changing.revision)
+        await self._reconciler.write(wanted, if_revision=wanted.revision)
+        if before.is_there:
+            await self._reconciler.settled()
         return answers[0]
+
+    async def _load_one(self, change: _Change, replica: Replica, *, is_in_place: bool) -> Whole:
+        """Load on one server, and record the content as soon as the first has told it."""
+        one = change.adapter
+        told = await self._reconciler.load(replica, one.name, one.source, in_place=is_in_place)
+        if told.status != 200:
+            return told
+        cid = await self._reconciler.cid_of(replica, one.name) or ""
+        async with change.lock:
+            change.cids.add(cid)
+            if cid and not change.adapter.cid:
+                # Requests may be answered by the new version where it is already.
+                known = replace(change.adapter, cid=cid)
+                change.adapter = await self._reconciler.write(known, if_revision=known.revision)
+        return told
 
     async def _before(self, name: str, current: DesiredAdapter | None, replica: Replica) -> _Before:
         if current is not None and current.state is DesiredState.WANTED:
@@ -186,7 +206,10 @@ class Loads:
         back = await self._reconciler.write(undone(changing), if_revision=changing.revision)
         try:
             async with asyncio.timeout(self._reconciler.load_s):
-                await asyncio.gather(*(self._reconciler.bring(one) for one in replicas))
+                await asyncio.gather(
+                    self._reconciler.settled(),
+                    *(self._reconciler.bring(one) for one in replicas),
+                )
         except TimeoutError:
             _log.warning("not all servers have undone the load of %s yet", back.name)
 
@@ -202,7 +225,10 @@ class Loads:
             # In the words of the server, which does not have it.
             return _told(await self._reconciler.unload(replicas[0], name))
         await self._reconciler.write(gone, if_revision=revision)
-        answers = await asyncio.gather(*(self._reconciler.unload(one, name) for one in replicas))
+        answers, _ = await asyncio.gather(
+            asyncio.gather(*(self._reconciler.unload(one, name) for one in replicas)),
+            self._reconciler.settled(),
+        )
         failed = [one for one in answers if one.status not in (200, 404)]
         if failed:
             return _told(failed[0])

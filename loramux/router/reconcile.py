@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from loramux.errors import LoramuxError
 from loramux.router.answers import Whole
 from loramux.router.asked import Asked
 from loramux.router.desired import DesiredStore
+from loramux.router.expect import FRESH_S
 from loramux.router.fleet import Fleet, Replica
 from loramux.router.relay import Relay
 from loramux.types.desired import Desired, DesiredAdapter, DesiredConflict, DesiredState
@@ -31,9 +33,13 @@ SILENT = (502, 504)
 LOAD_S = 60.0
 """How long a replica may take to load an adapter."""
 _LIST_S = 10.0
-_POLL_S = 0.5
+# Often enough that requests need not read the record.
+_POLL_S = FRESH_S / 2
+_REFRESH_S = 2.0
 # What a replica has is looked at this often, also without a change.
 _LOOK_S = 60.0
+# This often while a change that did not end in time may still happen.
+_SOON_S, _UNSURE_S = 5.0, 120.0
 # A replica that has joined takes requests after this time, also if loads are still missing.
 _PREPARE_S = 30.0
 _RETRY_S, _MAX_RETRY_S = 1.0, 30.0
@@ -69,6 +75,8 @@ class _Kept:
     """A name is changed by one request at a time."""
     doubts: set[str] = field(default_factory=set)
     """Names whose change did not come to an end in time: it may still happen."""
+    unsure_until: float = 0.0
+    """A change that did not come to an end in time may still happen, perhaps after later ones."""
     is_told: bool = False
     """Whether it has been called prepared."""
 
@@ -98,24 +106,63 @@ class Reconciler:
         self.load_s = load_s
         self._on_prepared = on_prepared
         self._desired = Desired()
+        self._read_at = -math.inf
+        self._is_away = False
+        self._refreshing = asyncio.Lock()
         self._kept: dict[str, _Kept] = {}
 
     @property
     def desired(self) -> Desired:
         return self._desired
 
-    def is_wanted(self, name: str) -> bool:
-        """Whether a name, or a part of a sum of names, was loaded at run time."""
-        adapters = self._desired.adapters
-        return any(part in adapters and _is_served(adapters[part]) for part in name.split("+"))
-
     async def refresh(self) -> Desired:
         """Read the desired adapters, and wake the loops if they have changed."""
+        began = time.monotonic()
         if await QUERIES.run(self._store.revision) != self._desired.revision:
-            self._desired = await QUERIES.run(self._store.read)
-            for kept in self._kept.values():
-                kept.wake.set()
+            read = await QUERIES.run(self._store.read)
+            # Another task may have read a later one meanwhile.
+            if read.revision > self._desired.revision:
+                self._desired = read
+                for kept in self._kept.values():
+                    kept.wake.set()
+        self._read_at = max(self._read_at, began)
         return self._desired
+
+    async def fresh(self) -> Desired:
+        """Return the desired adapters, no older than FRESH_S unless their store is away."""
+        if self._is_fresh:
+            return self._desired
+        async with self._refreshing:
+            if not self._is_fresh:
+                try:
+                    async with asyncio.timeout(_REFRESH_S):
+                        await self.refresh()
+                # What was loaded is served on while the store is away.
+                except Exception as error:
+                    self._went_away(error)
+        return self._desired
+
+    async def settled(self) -> None:
+        """Wait until no router can act on the record before the last change."""
+        if self._store.is_shared:
+            await asyncio.sleep(FRESH_S)
+
+    def distrust(self, replica: Replica, names: frozenset[str]) -> None:
+        """Send a replica no requests for these names until it was brought to the record."""
+        kept = self._kept.get(replica.name)
+        if kept is not None:
+            replica.lacking |= names
+            kept.wake.set()
+
+    @property
+    def _is_fresh(self) -> bool:
+        is_recent = time.monotonic() - self._read_at <= FRESH_S
+        return is_recent or self._is_away or not self._store.is_shared
+
+    def _went_away(self, error: Exception) -> None:
+        if not self._is_away:
+            _log.warning("the desired adapters cannot be read: %s", error)
+        self._is_away = True
 
     async def write(self, adapter: DesiredAdapter, *, if_revision: int) -> DesiredAdapter:
         """Record an adapter; raises DesiredConflict."""
@@ -125,19 +172,16 @@ class Reconciler:
 
     async def run(self) -> None:
         """Follow the store until it is cancelled."""
-        is_away = False
         try:
             while True:
                 try:
                     await self.refresh()
+                    self._is_away = False
                     await self._end_abandoned()
                     self._forget_gone_replicas()
-                    is_away = False
                 # Without this loop, changes of other routers would never arrive.
                 except Exception as error:
-                    if not is_away:
-                        _log.warning("the desired adapters cannot be read: %s", error)
-                    is_away = True
+                    self._went_away(error)
                     if not isinstance(error, (LoramuxError, OSError)):
                         _log.exception("following the desired adapters failed, and goes on")
                 await asyncio.sleep(_POLL_S)
@@ -198,6 +242,7 @@ class Reconciler:
             return told
         if told.status in SILENT:
             kept.doubts.add(name)
+            kept.unsure_until = time.monotonic() + _UNSURE_S
             replica.lacking |= {name}
             kept.wake.set()
         else:
@@ -242,7 +287,8 @@ class Reconciler:
                 self._prepare(kept)
             pause_s = _RETRY_S if is_whole else min(2 * pause_s, _MAX_RETRY_S)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S if is_whole else pause_s):
+                look_s = _LOOK_S if time.monotonic() > kept.unsure_until else _SOON_S
+                async with asyncio.timeout(look_s if is_whole else pause_s):
                     await kept.wake.wait()
 
     def _prepare(self, kept: _Kept) -> None:
@@ -353,12 +399,6 @@ def undone(one: DesiredAdapter) -> DesiredAdapter:
         previous_source="",
         previous_cid="",
     )
-
-
-def _is_served(one: DesiredAdapter) -> bool:
-    """Whether requests for it are answered, as far as the routers know."""
-    is_changed = one.state is DesiredState.CHANGING and bool(one.previous_source)
-    return one.state is DesiredState.WANTED or is_changed
 
 
 def _is_met(one: DesiredAdapter, actual: dict[str, str]) -> bool:

@@ -10,21 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from loramux.router.answers import Whole, error_answer, lost_event
 from loramux.router.asked import Asked, passed_headers
+from loramux.router.expect import Expectation
 from loramux.router.fleet import FORGET_S, SILENT_S, Fleet, Replica
 from loramux.router.metrics import RouterMetrics
 from loramux.router.repeats import MAX_TRIES, RetryBudget, is_inference
 from loramux.router.upstream import Answer, Broken, ClosedIdle, Unreachable, Upstream
+from loramux.types.expected import EXPECT_HEADER
 
 if TYPE_CHECKING:
     from starlette.types import Send
 
+Expect = Callable[[Asked], Awaitable[Expectation]]
 _log = logging.getLogger(__name__)
 CONTROL_S = 60.0
 """How long a request of the router itself, or one to all replicas, may take."""
@@ -56,6 +59,8 @@ class _Refusal:
     """The replica was not reached: no work was asked of the fleet."""
     is_idle: bool = False
     """It closed a connection that had been idle, and may be asked again."""
+    is_renewed: bool = False
+    """It refused what the router expected, and now the router expects something else."""
 
 
 class _Watched:
@@ -107,23 +112,24 @@ class Relay:
         metrics: RouterMetrics,
         *,
         on_use: OnUse = lambda name, cids: None,
-        is_loaded: Callable[[str], bool] = lambda name: False,
+        expect: Expect | None = None,
     ) -> None:
         """`on_use`: called with the name and the CIDs of each answer that tells them.
 
-        `is_loaded`: whether a name was loaded at run time, so that a replica without it lacks it.
+        `expect`: says what may answer a request; None: anything.
         """
         self._fleet = fleet
         self._on_use = on_use
         self._upstream = upstream
         self._metrics = metrics
-        self._is_loaded = is_loaded
+        self._expect = expect
         self._budget = RetryBudget()
         self._watched = _Watched()
         self.on_silence = self._watched.on_silence
 
     async def pass_on(self, asked: Asked, send: Send) -> None:
         """Answers a request from the best replica that takes it."""
+        expected = await self._expectation(asked)
         refusals: list[_Refusal] = []
         without: set[str] = set()
         self._budget.request()
@@ -138,31 +144,50 @@ class Relay:
                 continue
             elif not self._may_try_again(refusals):
                 break
-            if await self._ask_replica(asked, replica, send, refusals):
+            if await self._ask_replica(asked, replica, send, refusals, expected):
                 return
-            is_unknown = refusals[-1].answer.status == 404 and not self._lacks(asked)
+            is_unknown = refusals[-1].answer.status == 404 and not expected.is_wanted
             if is_unknown and replica.revision >= self._fleet.revision:
                 # All replicas of this base would say the same.
                 without.add(replica.base_digest)
         worst = _worst([refusal.answer for refusal in refusals])
-        if worst.status == 404 and self._lacks(asked):
+        is_absent = worst.status == 404 and expected.is_wanted
+        if is_absent or expected.is_other_content(worst.status):
             worst = error_answer(503, "The adapter is being loaded again on the servers.")
         await worst.send(send)
 
+    async def _expectation(self, asked: Asked) -> Expectation:
+        if self._expect is None or asked.method != "POST" or not asked.is_repeatable:
+            return Expectation()
+        return await self._expect(asked)
+
     async def _ask_replica(
-        self, asked: Asked, replica: Replica, send: Send, refusals: list[_Refusal]
+        self,
+        asked: Asked,
+        replica: Replica,
+        send: Send,
+        refusals: list[_Refusal],
+        expected: Expectation,
     ) -> bool:
         """Returns whether the request was answered; else the refusal is added."""
         for is_second in (False, True):
-            refusal = await self._attempt(asked, replica, send, attempt=len(refusals))
+            told = replace(asked, headers=[*asked.headers, (EXPECT_HEADER, expected.header)])
+            refusal = await self._attempt(
+                told if expected.allowed else asked, replica, send, expected, attempt=len(refusals)
+            )
             if refusal is None:
                 return True
+            status = refusal.answer.status
+            if expected.may_change(status):
+                is_renewed = await expected.renew(replica, status)
+                refusal = replace(refusal, is_free=True, is_renewed=is_renewed)
             refusals.append(refusal)
             if is_second and refusal.is_idle:
                 now = time.monotonic()
                 self._fleet.failed(replica, now)
                 self._fleet.judge(replica, is_fault=True, now=now)
-            if is_second or not refusal.is_idle or not self._may_try_again(refusals):
+            is_again = refusal.is_idle or refusal.is_renewed
+            if is_second or not is_again or not self._may_try_again(refusals):
                 break
         return False
 
@@ -175,10 +200,6 @@ class Relay:
             return False
         self._metrics.retried()
         return True
-
-    def _lacks(self, asked: Asked) -> bool:
-        """Whether a replica that does not know the adapter lacks what it should have."""
-        return self._is_loaded(asked.name.partition("\0")[0])
 
     async def ask(
         self,
@@ -214,13 +235,13 @@ class Relay:
                 return error_answer(504, f"The server {replica.id} did not answer in time.")
 
     async def _attempt(
-        self, asked: Asked, replica: Replica, send: Send, *, attempt: int
+        self, asked: Asked, replica: Replica, send: Send, expected: Expectation, *, attempt: int
     ) -> _Refusal | None:
         """Returns the refusal of a replica after which another may be asked, else None."""
         begun = _Begun()
         with self._opened(replica, asked.name):
             try:
-                return await self._once(asked, replica, send, begun, attempt=attempt)
+                return await self._once(asked, replica, send, begun, expected, attempt=attempt)
             except ClosedIdle as error:
                 # The connection may have been idle for too long: not a fault of the replica.
                 return self._unreachable(asked, replica, error, is_fault=False)
@@ -233,7 +254,14 @@ class Relay:
                 return None
 
     async def _once(
-        self, asked: Asked, replica: Replica, send: Send, begun: _Begun, *, attempt: int
+        self,
+        asked: Asked,
+        replica: Replica,
+        send: Send,
+        begun: _Begun,
+        expected: Expectation,
+        *,
+        attempt: int,
     ) -> _Refusal | None:
         headers = [*asked.headers, ("x-loramux-attempt", str(attempt + 1))]
         sent = _Sent(replica, asked, self._fleet.keys_of(asked.name))
@@ -245,7 +273,7 @@ class Relay:
                     kept = passed_headers(answer.headers)
                     kept.append((b"x-loramux-replica", replica.id.encode()))
                     self._judge(answer, replica)
-                    if self._is_refusal(asked, answer, replica):
+                    if self._is_refusal(answer.status, replica, expected):
                         whole = Whole(answer.status, kept, await answer.whole())
                         return _Refusal(whole, may_repeat=asked.is_repeatable)
                     self._learn(asked, answer, replica)
@@ -266,13 +294,15 @@ class Relay:
         is_fault = answer.status >= _FAULT_STATUS and answer.status not in _ORDERLY
         self._fleet.judge(replica, is_fault=is_fault and not is_refused, now=time.monotonic())
 
-    def _is_refusal(self, asked: Asked, answer: Answer, replica: Replica) -> bool:
+    def _is_refusal(self, status: int, replica: Replica, expected: Expectation) -> bool:
         """Whether another replica may answer otherwise."""
-        if answer.status != 404:
-            return answer.status in _AGAIN
+        if expected.may_change(status):
+            return True
+        if status != 404:
+            return status in _AGAIN
         bases = {other.base_digest for other in self._fleet.usable(time.monotonic())}
         is_behind = replica.revision < self._fleet.revision
-        return is_behind or len(bases) > 1 or self._lacks(asked)
+        return is_behind or len(bases) > 1 or expected.is_wanted
 
     def _learn(self, asked: Asked, answer: Answer, replica: Replica) -> None:
         if asked.name and answer.status == 200 and asked.is_repeatable:
