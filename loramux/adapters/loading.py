@@ -16,13 +16,14 @@ from loramux.adapters.packed.image import AdapterImage, AdapterLayout
 from loramux.adapters.packed.packing import Packing
 from loramux.adapters.packed.paged import ModuleKey
 from loramux.adapters.packed.writers import ModuleWriter, write_extra
-from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
+from loramux.adapters.peft.inspection import InspectedAdapter, Inspector, is_same_base
 from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.reader import check_values, make_parts
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.tokenizer_files import digest_of_files, digest_tokenizer_files
 from loramux.adapters.peft.weights import WeightsReading
+from loramux.adapters.rescale import FoldedScales, OriginalWeights, rescaled
 from loramux.adapters.row_order import in_engine_order
 from loramux.adapters.values import RankMaxima
 from loramux.adapters.workers import CALLING_THREAD, Workers
@@ -46,6 +47,8 @@ class AdapterRules:
     """The weights that some parts are computed from; None: such parts are not made."""
     max_bytes: int | None = None
     """The size of the pool; a larger image is refused before the weights are read."""
+    folded: FoldedScales | None = None
+    """The scales by which the base differs from the model that adapters were trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class FolderLoader:
         self._base = rules.base
         self._reorders = any(projection.row_map for projection in rules.base.projections)
         self._base_weights = rules.base_weights
+        self._folded = rules.folded
         self._max_bytes = rules.max_bytes
         self._workers = workers
         self._inspector = Inspector(
@@ -128,10 +132,10 @@ class FolderLoader:
             self._check_size(layout)
             prepared = self._workers.start(partial(_prepare, self._packing, layout))
             with weights.reading(self._workers) as reading:
-                if self._reorders or not found.contents.are_views:
+                folded = self._folded_for(found)
+                if self._reorders or folded is not None or not found.contents.are_views:
                     reading.wait()
-                made = make_parts(found, reading.tensors(), self._base_weights)
-                made = in_engine_order(made, self._base)
+                made = self._make(found, reading, folded)
                 _check_complete(made, layout)
                 parts = self._start_packing(made, reading, prepared)
                 digest = reading.digest()
@@ -152,6 +156,24 @@ class FolderLoader:
             total_s=time.perf_counter() - began,
         )
         return LoadedAdapter(image, warnings, times, digest_of_files(tokenizer))
+
+    def _folded_for(self, found: InspectedAdapter) -> FoldedScales | None:
+        """Return the scales to fit the adapter to; none if it was trained on this checkpoint."""
+        recorded = found.config.base_model_name
+        is_own = recorded is not None and is_same_base(recorded, self._base)
+        return None if is_own else self._folded
+
+    def _make(
+        self, found: InspectedAdapter, reading: WeightsReading, folded: FoldedScales | None
+    ) -> AdapterParts:
+        """Make the parts as they act on this base, in the engine's order of rows."""
+        weights = self._base_weights
+        if folded is not None and weights is not None:
+            weights = OriginalWeights(weights, folded)
+        made = make_parts(found, reading.tensors(), weights)
+        if folded is not None:
+            made = rescaled(made, folded)
+        return in_engine_order(made, self._base)
 
     def _check_size(self, layout: AdapterLayout) -> None:
         num_bytes = layout.num_elements * self._packing.dtype.itemsize

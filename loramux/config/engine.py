@@ -87,6 +87,14 @@ class EngineConfig:
         metavar="TYPE",
         limit=one_of(*DTYPES),
     )
+    original: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Unquantised model that an AWQ or SmoothQuant checkpoint was made from: a folder or a name "
+        "on the hub. Adapters that were trained on it are fitted to the folded scales.",
+        metavar="MODEL",
+    )
     max_rank: int | None = setting(
         None,
         Kind.COUNT,

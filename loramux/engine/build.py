@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch
 
 from loramux.adapters.loading import AdapterRules
 from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
+from loramux.adapters.rescale import FoldedScales
 from loramux.config.engine import ResolvedConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, EngineMemory, build_memory
@@ -29,7 +31,9 @@ from loramux.models.architectures import DecoderConfig, base_info
 from loramux.models.base_weights import DecoderWeights
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
+from loramux.models.folded_scales import find_folded_scales
 from loramux.models.loader import LoadedModel, load_model
+from loramux.models.locate import locate_model
 from loramux.models.packed_linear import pack_linears
 from loramux.models.pooling import read_pooling
 from loramux.runner.cpu_runner import CpuRunner, LaterKernels
@@ -101,7 +105,7 @@ def build_engine(
     `ahead`: the engine computes without compiled CPU kernels until these are done.
     """
     pooling = _pooling(model, config)
-    base = base_info(model.config, model.name)
+    base, folded = _compared_base(model, config)
     gpu_plan = _gpu_plan(model, config, base) if config.wants_device_kernels else None
     if gpu_plan is not None and config.is_gpu:
         from loramux.engine.build_device import compile_kernels
@@ -117,6 +121,7 @@ def build_engine(
             model.decoder, base.fused_linears, lambda: model.reading.result()
         ),
         max_bytes=pool.storage.nbytes,
+        folded=folded,
     )
     directory = None if gpu_plan is None else gpu_plan.make_directory(pool)
     gpu_runner: GpuRunner | None = None
@@ -146,6 +151,18 @@ def build_engine(
         pooling=pooling,
         merge=merge,
     )
+
+
+def _compared_base(
+    model: LoadedModel, config: ResolvedConfig
+) -> tuple[BaseModelInfo, FoldedScales | None]:
+    """Compare the base with its original, if the config names one."""
+    base = base_info(model.config, model.name)
+    if config.original is None:
+        return base, None
+    original = locate_model(config.original)
+    folded = find_folded_scales(model.tokenizer_folder, original, model.config)
+    return replace(base, folded_scales="none" if folded is None else "known"), folded
 
 
 def _cpu_runner(

@@ -179,13 +179,19 @@ def build_memory(
 def _catalog(config: ResolvedConfig, rules: AdapterRules, workers: Workers) -> AdapterCatalog:
     folder = None
     if config.disk_folder is not None:
-        folder = Path(config.disk_folder).expanduser() / rules.packing.fingerprint[:16]
+        folder = _disk_folder(config.disk_folder, rules) / rules.packing.fingerprint[:16]
     return AdapterCatalog(
         rules,
         find_digests=_stored_digests,
         verified=VerifiedAdapters(folder),
         workers=workers,
     )
+
+
+def _disk_folder(folder: str, rules: AdapterRules) -> Path:
+    """Return where images that were packed by these rules lie."""
+    found = Path(folder).expanduser()
+    return found if rules.folded is None else found / f"folded-{rules.folded.digest[:16]}"
 
 
 def _stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
@@ -204,7 +210,7 @@ def _lower_tiers(
     disk = None
     if config.disk_folder is not None and config.disk_space_bytes > 0:
         disk = DiskTier(
-            Path(config.disk_folder).expanduser(),
+            _disk_folder(config.disk_folder, catalog.rules),
             budget_bytes=config.disk_space_bytes,
             packing=catalog.rules.packing,
             policy=make_policy(config.eviction, is_lower_tier=True),

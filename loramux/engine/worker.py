@@ -25,7 +25,6 @@ from loramux.errors import LoramuxError
 from loramux.kernels.compile_ahead import CompileAhead, are_compiled, has_numba
 from loramux.memory.loader import lower_priority
 from loramux.memory.usage import UsageFile
-from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
 from loramux.runner.device_choice import DeviceChoice, resolve_config
 from loramux.types.adapter import AdapterCard, InspectedCard
@@ -249,7 +248,7 @@ def _model_card(
         tokenizer_folder=str(model.tokenizer_folder),
         eos_token_ids=tuple(model.eos_token_ids),
         block_tokens=engine.scheduler.config.block_tokens,
-        shapes=base_info(model.config, model.name),
+        shapes=engine.catalog.base,
         packing="paged" if config.wants_device_kernels else "dense",
         pooling=engine.pooling,
         max_loras=engine.scheduler.config.max_loras,

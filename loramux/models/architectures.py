@@ -353,8 +353,13 @@ def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
         norm_plus_one=config.norm_plus_one,
         num_labels=config.num_labels,
         quantisation="" if config.quantisation is None else config.quantisation.label,
+        folded_scales="unknown" if may_fold(config) else "none",
         path_prefixes=VISION_PREFIXES if config.is_vision_model else (TEXT_PREFIX,),
     )
+
+
+def may_fold(config: DecoderConfig) -> bool:
+    return config.quantisation is not None and config.quantisation.folds_scales
 
 
 def projections_of(config: DecoderConfig) -> tuple[Projection, ...]:

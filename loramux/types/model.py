@@ -157,6 +157,8 @@ class BaseModelInfo:
     """Outputs of the classification head that the model has instead of one over its vocabulary."""
     quantisation: str = ""
     """Formats of the checkpoint's weights in words; empty if they are in floating point."""
+    folded_scales: Literal["none", "unknown", "known"] = "none"
+    """Whether the quantiser divided norms by scales; known: adapters are fitted to them."""
     path_prefixes: tuple[str, ...] = (TEXT_PREFIX,)
     """Prefixes of module paths under which adapters may address the layers; the first is that of
     `targets`."""

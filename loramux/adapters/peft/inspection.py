@@ -142,6 +142,7 @@ class Inspector:
         config = parse_adapter_config(decode_json(text))
         check_invocation(config.invocation_tokens, self._base.vocab_size)
         warnings = check_base_name(config, self._base, strict=self._strict_base)
+        warnings += check_folded(config, self._base)
         warnings += check_task(config, self._base)
         return ConfigFindings(config, self._plan(config), tuple(warnings))
 
@@ -176,7 +177,7 @@ def check_base_name(config: AdapterConfig, base: BaseModelInfo, *, strict: bool)
     recorded = config.base_model_name
     if recorded is None:
         return ["The config does not record the base that the adapter was trained on."]
-    if short_base_name(recorded) == short_base_name(base.name):
+    if is_same_base(recorded, base):
         return []
     message = f"The adapter was trained on {recorded[:200]!r}; this base is {base.name!r}."
     if strict:
@@ -186,6 +187,24 @@ def check_base_name(config: AdapterConfig, base: BaseModelInfo, *, strict: bool)
             fix="Serve it on its own base, or allow other base names.",
         )
     return [message]
+
+
+def is_same_base(recorded: str, base: BaseModelInfo) -> bool:
+    return short_base_name(recorded) == short_base_name(base.name)
+
+
+def check_folded(config: AdapterConfig, base: BaseModelInfo) -> list[str]:
+    """Return what folded scales of the base mean for an adapter of another checkpoint."""
+    recorded = config.base_model_name
+    if base.folded_scales == "none" or (recorded is not None and is_same_base(recorded, base)):
+        return []
+    if base.folded_scales == "known":
+        return ["The adapter is fitted to the scales that are folded into this base (--original)."]
+    return [
+        f"The quantiser of this base ({base.quantisation}) may have folded scales into its norms "
+        "and weights, so that an adapter trained on the unquantised model reads scaled inputs and "
+        "its answers change. Give the unquantised model with --original, and it is fitted exactly."
+    ]
 
 
 def check_task(config: AdapterConfig, base: BaseModelInfo) -> list[str]:

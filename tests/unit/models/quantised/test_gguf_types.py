@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -11,6 +10,7 @@ import pytest
 
 from loramux.errors import UnsupportedModel
 from loramux.models.gguf_file import dequantized
+from loramux.models.gguf_reader import GgufTensor
 
 NUM_BLOCKS = 3
 
@@ -100,8 +100,8 @@ TYPES: dict[str, tuple[int, tuple[int, ...], Any]] = {
 }
 
 
-def tensor_of(name: str, raw: Any) -> Any:
-    return SimpleNamespace(name=name, data=raw, tensor_type=gguf.GGMLQuantizationType[name])
+def tensor_of(name: str, raw: Any) -> GgufTensor:
+    return GgufTensor(name, raw.shape, gguf.GGMLQuantizationType[name], raw)
 
 
 def random_blocks(name: str) -> Any:
