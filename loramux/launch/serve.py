@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastapi import FastAPI
-
 from loramux.adapters.combine.cache import CombinationCache
 from loramux.backend.host import AdapterHost, HostCard
 from loramux.base.log_lines import use_one_line_records
@@ -51,7 +49,7 @@ from loramux.registry.access import NO_ACCESS
 from loramux.registry.audit import Signer
 from loramux.registry.keys import parse_key
 from loramux.registry.records import Resolved
-from loramux.server.app import create_app
+from loramux.server.app import ServerApp, create_app
 from loramux.server.auth.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.context import NOTHING_ON_DEMAND, OnDemand, ServerOptions
 from loramux.server.images.context import ImageModel
@@ -269,7 +267,7 @@ def _ready_models(
 
 
 def _draining_server(
-    config: ServeConfig, app: FastAPI, engines: Sequence[AdapterHost]
+    config: ServeConfig, app: ServerApp, engines: Sequence[AdapterHost]
 ) -> DrainingServer:
     connections, drain_s = config.connections, config.drain_s
     served = uvicorn_config(app, connections, log_level=config.log_level, drain_s=drain_s)

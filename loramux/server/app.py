@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from loramux import __version__
 from loramux.backend.host import StoreTierStats
 from loramux.backend.text import TextBackend
 from loramux.http_server.browsers import BrowserGuard
@@ -19,7 +17,7 @@ from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.receipts.issuer import ReceiptIssuer
-from loramux.server.auth.access import CallerMiddleware, RouteTable
+from loramux.server.auth.access import CallerMiddleware
 from loramux.server.auth.caller import Authenticator, TenantHeader
 from loramux.server.context import (
     NOTHING_ON_DEMAND,
@@ -28,19 +26,18 @@ from loramux.server.context import (
     OnDemand,
     ServerOptions,
 )
-from loramux.server.errors import NotServed, install_error_handlers
+from loramux.server.errors import NotServed, error_response
 from loramux.server.families.document import add_families
 from loramux.server.families.table import (
-    endpoints_of,
     paths_of_others,
     prefixes_of,
-    root_endpoint,
-    shared_with_own,
+    root_route,
+    routes_of_others,
 )
-from loramux.server.http.body import Bodies
-from loramux.server.http.endpoint import routes_of, shapes_of
+from loramux.server.http.call import Bodies, Call, begin_call
+from loramux.server.http.error_handlers import install_error_handlers
 from loramux.server.http.missing_routes import MissingRoutes
-from loramux.server.http.openapi import install_openapi
+from loramux.server.http.openapi import OpenApi
 from loramux.server.http.proxies import ForwardedMiddleware
 from loramux.server.http.request_ids import (
     CID_HEADER,
@@ -50,10 +47,12 @@ from loramux.server.http.request_ids import (
     WARNING_HEADER,
     RequestIdMiddleware,
 )
+from loramux.server.http.routes import Route
+from loramux.server.http.table import RouteTable, TableRouter, methods_of
 from loramux.server.images.context import ImageContext, ImageModel
 from loramux.server.images.edits import edit_routes
 from loramux.server.images.openai import openai_routes
-from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes
+from loramux.server.images.sheaf import sheaf_routes
 from loramux.server.live.fitting import CachedFit
 from loramux.server.naming.names import AdapterNames
 from loramux.server.routes.accounts import account_routes
@@ -72,7 +71,7 @@ from loramux.server.routes.registry import registry_routes
 from loramux.server.routes.run import run_routes
 from loramux.server.routes.runtime_lora import runtime_lora_routes
 from loramux.server.routes.scores import score_routes
-from loramux.server.routes.sdapi import SDAPI_ROUTES, sdapi_error, sdapi_routes
+from loramux.server.routes.sdapi import sdapi_error, sdapi_routes
 from loramux.server.routes.status import status_routes
 from loramux.server.routes.tokens import token_routes
 from loramux.types.modality import NO_MODEL, Modality
@@ -112,8 +111,25 @@ LOADING_PATHS = (
     *("/load_lora_adapter", "/unload_lora_adapter", "/adapters"),
 )
 """Paths that load and unload adapters, in every API."""
+SDAPI = "/sdapi/"
 EXPOSED_HEADERS = (RECEIPT_HEADER, TOOLS_HEADER, WARNING_HEADER, CID_HEADER, TIER_HEADER)
 """Headers of answers that web pages of other origins may read."""
+
+
+class ServerApp(Starlette):
+    """The routes of a server as an ASGI application."""
+
+    def __init__(self, table: RouteTable, options: ServerOptions, document: OpenApi) -> None:
+        super().__init__()
+        self.table = table
+        self.document = document
+        self.router = TableRouter(table, options.max_body_bytes)
+        self._bodies = Bodies(LARGEST_BODIES * options.max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            begin_call(scope, self._bodies)
+        await super().__call__(scope, receive, send)
 
 
 def create_app(  # noqa: PLR0913  (what a server is made of)
@@ -125,19 +141,11 @@ def create_app(  # noqa: PLR0913  (what a server is made of)
     on_demand: OnDemand = NOTHING_ON_DEMAND,
     authenticator: Authenticator | None = None,
     images: ImageModel | None = None,
-) -> FastAPI:
+) -> ServerApp:
     """Make the application; requests are answered with 503 until the backends are ready.
 
     There is a language model, an image model, or both.
     """
-    app = FastAPI(
-        title="loramux",
-        version=__version__,
-        description="Many LoRA adapters on one base model, mixed in one batch.",
-        generate_unique_id_function=lambda route: route.name,
-        servers=[{"url": options.root_path}] if options.root_path else None,
-    )
-    app.state.bodies = Bodies(LARGEST_BODIES * options.max_body_bytes)
     receipts = receipts or ReceiptIssuer()
     text_metrics = None
     if backend is not None:
@@ -160,9 +168,11 @@ def create_app(  # noqa: PLR0913  (what a server is made of)
             others=() if image is None else (image,),
             foreign={} if image is None else {"image": image.names},
         )
-    _mount(app, text, image)
-    install_error_handlers(app)
-    return _with_middleware(app, options, authenticator)
+    first: HostContext | None = text or image
+    if first is None:
+        raise ValueError("The server has no model.")
+    _add_collectors(first)
+    return _make_app(first, text, image, authenticator or TenantHeader(options.tenant_header))
 
 
 def _text_metrics(backend: TextBackend, names: AdapterNames, options: ServerOptions) -> Metrics:
@@ -200,40 +210,34 @@ def _image_context(
     )
 
 
-def _mount(app: FastAPI, text: Context | None, image: ImageContext | None) -> None:
-    """Adds the routes: of each model that is there, of all, and refusals of the others."""
-    first: HostContext | None = text or image
-    if first is None:
-        raise ValueError("The server has no model.")
-    _add_collectors(first)
-    routers = [] if text is None else [routes(text) for routes in TEXT_ROUTES]
-    routers += [routes(first) for routes in SHARED_ROUTES]
-    routers += [] if image is None else [routes(image) for routes in IMAGE_ROUTES]
-    last = [] if image is None else [routes(image) for routes in LAST_ROUTES]
-    for router in routers:
-        app.include_router(router)
-    endpoints = [root_endpoint(first)] if text is None else endpoints_of(text)
-    app.state.keyed = shared_with_own(endpoints)
-    others = routes_of(
-        (one for one in endpoints if one.path not in app.state.keyed), first.options.max_body_bytes
+def _make_app(
+    first: HostContext,
+    text: Context | None,
+    image: ImageContext | None,
+    authenticator: Authenticator,
+) -> ServerApp:
+    own = [] if text is None else [one for routes in TEXT_ROUTES for one in routes(text)]
+    own += [one for routes in SHARED_ROUTES for one in routes(first)]
+    own += [] if image is None else [one for routes in IMAGE_ROUTES for one in routes(image)]
+    others = [root_route(first)] if text is None else routes_of_others(text)
+    last = [] if image is None else [one for routes in LAST_ROUTES for one in routes(image)]
+    served = [*own, *others, *last]
+    absent = [] if text is not None else _absent_routes("text", others)
+    absent += [] if image is not None else _absent_routes("image", others)
+    options = first.options
+    document = OpenApi(
+        [*own, *last],
+        servers=[{"url": options.root_path}] if options.root_path else [],
+        extend=lambda written: add_families(written, others),
     )
-    if text is None:
-        others += _absent_routes("text", others)
-    if image is None:
-        others += _absent_routes("image", others)
-    app.router.routes.extend(others)
-    for router in last:
-        app.include_router(router)
-    own = [route for router in routers for route in router.routes]
-    app.state.all_routes = [*own, *others, *(route for router in last for route in router.routes)]
-    shapes = shapes_of(one for one in endpoints if one.path not in app.state.keyed)
-    shapes |= dict.fromkeys(SHEAF_ROUTES, sheaf_error) | dict.fromkeys(SDAPI_ROUTES, sdapi_error)
-    app.state.shapes = shapes
-    prefixes = {"/sdapi/": sdapi_error} | ({} if text is None else prefixes_of(text))
-    app.state.missing = MissingRoutes(
-        app.state.all_routes, shapes, prefixes=prefixes, closed=_closed_paths(first, text)
-    )
-    install_openapi(app, lambda document: add_families(document, endpoints))
+    table = RouteTable([*document.routes(), *own, *others, *absent, *last])
+    prefixes = {SDAPI: sdapi_error} | ({} if text is None else prefixes_of(text))
+    missing = MissingRoutes(table, served, prefixes=prefixes, closed=_closed_paths(first, text))
+    app = ServerApp(table, options, document)
+    install_error_handlers(app, missing)
+    app.add_middleware(CallerMiddleware, authenticator=authenticator, table=table, missing=missing)
+    _add_middleware(app, options)
+    return app
 
 
 def _closed_paths(first: HostContext, text: Context | None) -> dict[str, str]:
@@ -254,35 +258,30 @@ def _add_collectors(context: HostContext) -> None:
 
 
 def _absent_routes(modality: Modality, served: Iterable[Route]) -> list[Route]:
-    """Routes that say that the server lacks their model, but for those that begin with a name."""
+    """Routes that say that the server lacks their model, but for paths that begin with a name."""
 
-    async def refuse(request: Request) -> Response:
+    async def refuse(call: Call) -> Response:
         raise NotServed(NO_MODEL[modality], param="model")
 
-    known = {f"{method} {route.path}" for route in served for method in route.methods or ()}
+    known = {f"{method} {route.path}" for route in served for method in methods_of(route)}
     keys = [
         key.split(" ", 1)
         for key, access in ROUTE_ACCESS.items()
         if access.modality == modality and key not in known and "/{name}" not in key
     ]
     return [
-        Route(path, refuse, methods=[method], name=f"absent {method} {path}")
+        Route(
+            path=path,
+            handler=refuse,
+            methods=("GET", "HEAD") if method == "GET" else (method,),
+            shape=sdapi_error if path.startswith(SDAPI) else error_response,
+        )
         for method, path in keys
     ]
 
 
-def _with_middleware(
-    app: FastAPI, options: ServerOptions, authenticator: Authenticator | None
-) -> FastAPI:
-    """Adds the middleware; the last one added sees a request first."""
-    routes: list[Route] = app.state.all_routes
-    documents = [one for one in app.router.routes if isinstance(one, Route) and one not in routes]
-    table = RouteTable([*documents, *routes], app.state.shapes)
-    app.add_middleware(
-        CallerMiddleware,
-        authenticator=authenticator or TenantHeader(options.tenant_header),
-        table=table,
-    )
+def _add_middleware(app: ServerApp, options: ServerOptions) -> None:
+    """Add middleware; the last one added sees a request first."""
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -297,7 +296,6 @@ def _with_middleware(
         app.add_middleware(PrefixMiddleware, prefix=options.root_path)
     if options.trusted_proxies:
         app.add_middleware(ForwardedMiddleware, proxies=options.trusted_proxies)
-    return app
 
 
 def _tier_stats(names: AdapterNames) -> list[StoreTierStats]:

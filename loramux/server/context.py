@@ -16,7 +16,6 @@ from loramux.metrics.server import HostMetrics, Metrics
 from loramux.receipts.issuer import ReceiptIssuer
 from loramux.registry.access import NO_ACCESS
 from loramux.registry.registry import Registry
-from loramux.server.auth.caller import Caller
 from loramux.server.auth.quotas import QuotaTable
 from loramux.server.errors import NotServed
 from loramux.server.naming.combinations import Combinations
@@ -28,6 +27,7 @@ from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.server.naming.sources import AdapterSources
 from loramux.server.naming.view import View
 from loramux.sources.config import SourceConfig
+from loramux.types.caller import Caller
 from loramux.types.modality import NO_MODEL, Modality
 
 _NOT_READY = {

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from loramux.errors import (
@@ -38,7 +34,6 @@ from loramux.errors import (
     SourceRefused,
     StoreDamaged,
     StoreFull,
-    machine_error,
 )
 from loramux.http_server.error_body import ErrorBody, ErrorInfo, make_info
 from loramux.types.expected import OTHER_CONTENT_STATUS
@@ -109,8 +104,6 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     StoreFull: 507,
 }
 
-_log = logging.getLogger(__name__)
-CLIENT_GONE_STATUS = 499
 METHOD_NOT_ALLOWED = 405
 RESTART_RETRY_AFTER_S = 2.0
 ErrorShape = Callable[[Exception], Response]
@@ -152,56 +145,6 @@ def shaped_response(error: Exception, body: object, status: int) -> Response:
         headers=headers,
         media_type="application/json",
     )
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    for kind in (LoramuxError, HTTPException, OSError, Exception):
-        app.add_exception_handler(kind, _handle)
-    app.add_exception_handler(RequestValidationError, _handle_validation)
-    app.add_exception_handler(ClientDisconnect, _handle_client_gone)
-
-
-def set_error_shape(request: Request, shape: ErrorShape) -> None:
-    """Answers errors of this request in the shape of another server."""
-    request.state.error_shape = shape
-
-
-async def _handle(request: Request, error: Exception) -> Response:
-    if isinstance(error, OSError):
-        error = _known(error)
-    shape: ErrorShape = getattr(request.state, "error_shape", error_response)
-    if isinstance(error, HTTPException) and shape is error_response:
-        missing = request.app.state.missing
-        error = missing.explain(request.scope, error)
-        shape = missing.shape_of(request.scope["path"])
-    response = shape(error)
-    # Starlette handles unexpected errors outside of all middleware.
-    request_id = getattr(request.state, "request_id", None)
-    if request_id is not None and not isinstance(error, (LoramuxError, HTTPException)):
-        response.headers["x-request-id"] = request_id
-    return response
-
-
-def _known(error: OSError) -> Exception:
-    """The error of files as clients see it, without paths; the log has them."""
-    known = machine_error(error)
-    if known is not None:
-        _log.error("files of the server cannot be used: %s", error)
-        return known
-    _log.error("a request failed", exc_info=error)
-    return error
-
-
-async def _handle_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:])
-    return error_response(InvalidRequest(f"{param}: {first['msg']}", param=param))
-
-
-async def _handle_client_gone(request: Request, error: Exception) -> Response:
-    """The client has disconnected; the status is for access logs only."""
-    return Response(status_code=CLIENT_GONE_STATUS)
 
 
 def _retry_after_s(error: Exception) -> float | None:

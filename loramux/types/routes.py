@@ -34,7 +34,6 @@ ENGINE = Access(frozenset({KeyScope.METRICS, KeyScope.ADMIN}), is_for_operators=
 _SHARED: Mapping[str, Access] = {
     # Documentation of the API
     "GET /docs": OPEN,
-    "GET /docs/oauth2-redirect": OPEN,
     "GET /openapi.json": OPEN,
     "GET /redoc": OPEN,
     # Status

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 
 from loramux.base.threads import QUERIES
 from loramux.registry.audit import Actor, Event
 from loramux.registry.registry import Registry
-from loramux.server.auth.caller import known_caller
+from loramux.server.http.call import Call
 
 
-def actor_of(http: Request) -> Actor:
+def actor_of(http: Call) -> Actor:
     """Returns tenant, key and address of a request's caller."""
-    caller = known_caller(http)
+    caller = http.known_caller
     address = "" if http.client is None else http.client.host
     return Actor(caller.tenant, caller.key_id or "", address)
 
 
 @asynccontextmanager
 async def recording_refusal(
-    registry: Registry | None, http: Request, event: Event
+    registry: Registry | None, http: Call, event: Event
 ) -> AsyncIterator[None]:
     """Record why a change was refused, unless the registry has recorded it."""
     try:
@@ -36,7 +36,7 @@ async def recording_refusal(
 
 
 @asynccontextmanager
-async def audited(registry: Registry | None, http: Request, event: Event) -> AsyncIterator[None]:
+async def audited(registry: Registry | None, http: Call, event: Event) -> AsyncIterator[None]:
     """Record a change that is not one of the registry, or why it was refused."""
     async with recording_refusal(registry, http, event):
         yield

@@ -13,9 +13,10 @@ from starlette.requests import HTTPConnection
 
 from loramux.registry.access import NO_ACCESS, AccessSnapshot
 from loramux.registry.keys import MAX_KEY_CHARACTERS, KeyRecord, hash_secret, parse_key
-from loramux.server.auth.caller import ANONYMOUS, Caller, read_tenant
+from loramux.server.auth.caller import read_tenant
 from loramux.server.errors import Forbidden, Unauthenticated
 from loramux.server.http.proxies import is_from_trusted_proxy
+from loramux.types.caller import ANONYMOUS, Caller
 
 BEARER = "bearer"
 MAX_TOKEN_CHARACTERS = 16_384

@@ -17,9 +17,9 @@ import jwt
 from loramux.base.threads import FOLDER_READS
 from loramux.errors import InvalidRequest, SourceFailed
 from loramux.registry.names import check_name
-from loramux.server.auth.caller import Caller
 from loramux.server.errors import Unauthenticated
 from loramux.types.access import KeyScope
+from loramux.types.caller import Caller
 
 # By the type of the key: with asymmetric ones alone, a public key can never stand for a secret.
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {

@@ -8,11 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import ContextLengthExceeded, InvalidRequest
-from loramux.server.auth.caller import caller_of
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.chat.tools.writer import CALLED, ChatWriter, write_deltas
 from loramux.server.context import Context
@@ -33,7 +31,8 @@ from loramux.server.generate.receipt_draft import receipt_draft
 from loramux.server.generate.selection import ModelReference, codec_for, select
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route
 from loramux.server.http.streaming import StreamForm, named_event, stream_events, until_gone
 from loramux.types.sampling import SamplingParams
 from loramux.wire.text import Usage
@@ -90,14 +89,14 @@ def error_event(error: Exception) -> bytes:
     return named_event("error", json.loads(bytes(anthropic_error(error).body)))
 
 
-def anthropic_endpoints(context: Context) -> list[Endpoint]:
-    async def create(request: Request) -> Response:
+def anthropic_routes(context: Context) -> list[Route]:
+    async def create(request: Call) -> Response:
         return await _create(context, request)
 
-    async def count(request: Request) -> Response:
+    async def count(request: Call) -> Response:
         body = await read_fields(context, request, CountBody, generates=False)
         context.require_known()
-        selected = await select(context, ModelReference(body.model), caller=caller_of(request))
+        selected = await select(context, ModelReference(body.model), caller=request.caller)
         asked = Asked(
             kind=KIND, body=generation_body(), messages=_messages(body), tools=_tools(body)
         )
@@ -112,12 +111,12 @@ def anthropic_endpoints(context: Context) -> list[Endpoint]:
         return json_response({"input_tokens": len(token_ids)})
 
     return [
-        Endpoint(family=FAMILY, path=path, handler=handler, shape=anthropic_error)
+        Route(family=FAMILY, path=path, handler=handler, shape=anthropic_error)
         for path, handler in (("/v1/messages", create), ("/v1/messages/count_tokens", count))
     ]
 
 
-async def _create(context: Context, request: Request) -> Response:
+async def _create(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, MessageBody)
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         generation = await open_asked(context, request, draft, _asked(body))

@@ -18,7 +18,7 @@ from loramux.server.families import (
     sagemaker,
     sglang,
 )
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.routes import Route
 from loramux.wire import pooling as wire_pooling
 from loramux.wire import text as wire
 
@@ -69,7 +69,7 @@ BODIES: Mapping[tuple[str, str], Bodies] = {
 """(family, path) -> what a POST takes."""
 
 
-def add_families(document: dict[str, Any], endpoints: Iterable[Endpoint]) -> None:
+def add_families(document: dict[str, Any], endpoints: Iterable[Route]) -> None:
     """Adds the routes and the bodies of other servers' APIs to the document."""
     found = list(endpoints)
     kinds = [kind for one in found for kind in BODIES.get((one.family, one.path), ())]
@@ -103,7 +103,7 @@ def _add_schemas(document: dict[str, Any], kinds: list[Any]) -> dict[Any, dict[s
     return references
 
 
-def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
+def _operation(endpoint: Route, method: str) -> dict[str, Any]:
     path = endpoint.path.strip("/").replace("/", "_").replace("{name:path}", "name")
     operation: dict[str, Any] = {
         "tags": [endpoint.family],

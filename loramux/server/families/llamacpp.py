@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
@@ -19,7 +18,6 @@ from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.registry.audit import Action, Event
 from loramux.server.auth.audit import audited
-from loramux.server.auth.caller import caller_of
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.context import Context
 from loramux.server.errors import error_info, shaped_response
@@ -39,8 +37,9 @@ from loramux.server.generate.prompts import encode_prompt, off_loop
 from loramux.server.generate.receipt_draft import Timing, receipt_draft
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.token_reports import LOWEST
-from loramux.server.http.body import json_response, keep_body, read_body
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.body import json_response, read_body
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route
 from loramux.server.http.streaming import StreamForm, event, stream_events, until_gone
 from loramux.server.routes.models import answer_models
 from loramux.server.routes.openai import answer_chat
@@ -120,27 +119,27 @@ def error_event(error: Exception) -> bytes:
     return event(json.loads(bytes(llamacpp_error(error).body)))
 
 
-def llamacpp_endpoints(context: Context) -> list[Endpoint]:
+def llamacpp_routes(context: Context) -> list[Route]:
     placed = PlacedAdapters(context)
 
-    async def chat(request: Request) -> Response:
+    async def chat(request: Call) -> Response:
         await _name_adapters(context, request, placed)
         return await answer_chat(context, request)
 
-    async def models(request: Request) -> Response:
-        return await answer_models(context, caller_of(request))
+    async def models(request: Call) -> Response:
+        return await answer_models(context, request.caller)
 
-    async def list_lora(request: Request) -> Response:
-        return json_response(placed.listed(caller_of(request)))
+    async def list_lora(request: Call) -> Response:
+        return json_response(placed.listed(request.caller))
 
-    async def set_lora(request: Request) -> Response:
+    async def set_lora(request: Call) -> Response:
         return await _set_selection(context, request, placed)
 
-    async def props(request: Request) -> Response:
+    async def props(request: Call) -> Response:
         context.require_known()
         return json_response(_props(context, request))
 
-    async def health(request: Request) -> Response:
+    async def health(request: Call) -> Response:
         context.require_ready()
         return json_response({"status": "ok"})
 
@@ -148,11 +147,11 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
 
     def at(
         path: str,
-        handler: Callable[[Request], Awaitable[Response]],
+        handler: Callable[[Call], Awaitable[Response]],
         *methods: str,
         keys: frozenset[str] = frozenset(),
-    ) -> Endpoint:
-        return Endpoint(
+    ) -> Route:
+        return Route(
             family=FAMILY,
             path=path,
             handler=handler,
@@ -176,15 +175,15 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
     ]
 
 
-async def _set_selection(context: Context, request: Request, placed: PlacedAdapters) -> Response:
+async def _set_selection(context: Context, request: Call, placed: PlacedAdapters) -> Response:
     raw = await read_body(request, context.options.max_body_bytes)
-    change = Event(Action.SELECT, context.tenant_of(caller_of(request)), "/lora-adapters")
+    change = Event(Action.SELECT, context.tenant_of(request.caller), "/lora-adapters")
     async with audited(context.database, request, change):
         change.details["adapters"] = placed.set_scales(raw)
     return json_response({"success": True})
 
 
-async def _name_adapters(context: Context, request: Request, placed: PlacedAdapters) -> None:
+async def _name_adapters(context: Context, request: Call, placed: PlacedAdapters) -> None:
     """Writes `lora`, or the default selection, into the fields of the own API."""
     raw = await read_body(request, context.options.max_body_bytes)
     try:
@@ -192,24 +191,24 @@ async def _name_adapters(context: Context, request: Request, placed: PlacedAdapt
     except (ValueError, RecursionError):
         return
     if isinstance(fields, dict):
-        caller = caller_of(request)
+        caller = request.caller
         fields |= placed.selection(fields.pop("lora", None), fields.get("model"), caller)
-        keep_body(request, msgspec.json.encode(fields))
+        request.facts.body = msgspec.json.encode(fields)
 
 
-async def _infill(context: Context, placed: PlacedAdapters, request: Request) -> Response:
+async def _infill(context: Context, placed: PlacedAdapters, request: Call) -> Response:
     body = await read_fields(context, request, InfillBody)
     return await _answer(context, request, placed, body, [_hole(body)])
 
 
-async def _complete(context: Context, placed: PlacedAdapters, request: Request) -> Response:
+async def _complete(context: Context, placed: PlacedAdapters, request: Call) -> Response:
     body = await read_fields(context, request, CompletionBody)
     return await _answer(context, request, placed, body, _prompts(body.prompt))
 
 
 async def _answer(
     context: Context,
-    request: Request,
+    request: Call,
     placed: PlacedAdapters,
     body: CompletionBody,
     prompts: list[Prompt],
@@ -218,7 +217,7 @@ async def _answer(
     if body.stream and len(prompts) > 1:
         raise InvalidRequest("A stream takes one prompt: send them apart.", param="prompt")
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
-        asked = _asked(body, prompts, placed.selection(body.lora, body.model, caller_of(request)))
+        asked = _asked(body, prompts, placed.selection(body.lora, body.model, request.caller))
         generation = await open_asked(context, request, draft, asked)
     deltas = run(context, generation)
     if body.stream:
@@ -401,7 +400,7 @@ def _timings(timing: Timing, num_prompt: int, choice: Choice) -> dict[str, float
     return shown
 
 
-async def _tokenize(context: Context, request: Request) -> Response:
+async def _tokenize(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, TokenizeContent, generates=False)
     context.require_known()
     codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
@@ -417,7 +416,7 @@ async def _tokenize(context: Context, request: Request) -> Response:
     return json_response({"tokens": await off_loop(len(body.content), work)})
 
 
-def _props(context: Context, request: Request) -> dict[str, Any]:
+def _props(context: Context, request: Call) -> dict[str, Any]:
     card, codec = context.backend.card, context.backend.codec
     info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
     return {

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import ANONYMOUS, Caller
 from loramux.server.context import Context
 from loramux.server.errors import Forbidden
 from loramux.server.http.body import decode
 from loramux.server.naming.names import GivenName
+from loramux.types.caller import ANONYMOUS, Caller
 
 MAX_TENANTS = 1024
 

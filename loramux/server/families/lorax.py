@@ -7,17 +7,14 @@ from contextlib import aclosing
 from typing import Any
 
 from msgspec.structs import replace
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
 from loramux.adapters.recipe import METHODS
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import caller_of
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.context import Context
-from loramux.server.errors import set_error_shape
 from loramux.server.families.lorax_answers import (
     SequenceWriter,
     StreamWriter,
@@ -48,7 +45,8 @@ from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.selection import ModelReference, codec_for, combination_of, select
 from loramux.server.generate.token_reports import Truncation
 from loramux.server.http.body import json_response
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route
 from loramux.server.http.streaming import StreamForm, event, stream_events, until_gone
 from loramux.server.naming.names import Selected
 from loramux.wire.text import GenerationBody
@@ -60,40 +58,38 @@ KIND = RouteKind(id_prefix="gen", prompt_param="inputs", default_max_tokens=DEFA
 INPUTS = frozenset({"inputs"})
 
 
-def lorax_endpoints(context: Context) -> list[Endpoint]:
-    async def compatible(request: Request) -> Response:
+def lorax_routes(context: Context) -> list[Route]:
+    async def compatible(request: Call) -> Response:
         return await answer_inputs(context, request)
 
-    async def generate_one(request: Request) -> Response:
+    async def generate_one(request: Call) -> Response:
         return await generate(context, request)
 
-    async def generate_stream(request: Request) -> Response:
-        set_error_shape(request, streamed_error)
+    async def generate_stream(request: Call) -> Response:
+        request.facts.shape = streamed_error
         return await generate(context, request, stream=True)
 
-    async def tokenize(request: Request) -> Response:
+    async def tokenize(request: Call) -> Response:
         return await _tokenize(context, request)
 
-    async def embed_text(request: Request) -> Response:
+    async def embed_text(request: Call) -> Response:
         return await embed(context, request)
 
-    async def info(request: Request) -> Response:
+    async def info(request: Call) -> Response:
         context.require_known()
         return json_response(_info(context))
 
-    async def startup(request: Request) -> Response:
+    async def startup(request: Call) -> Response:
         """Generates a token, so that it tells more than /health."""
         context.require_ready()
         await context.backend.probe(context.options.probe_timeout_s)
         return Response(status_code=200)
 
-    def get(path: str, handler: Any) -> Endpoint:
-        return Endpoint(
-            family=FAMILY, path=path, handler=handler, methods=("GET",), shape=lorax_error
-        )
+    def get(path: str, handler: Any) -> Route:
+        return Route(family=FAMILY, path=path, handler=handler, methods=("GET",), shape=lorax_error)
 
-    def post(path: str, handler: Any, keys: frozenset[str] = frozenset()) -> Endpoint:
-        return Endpoint(family=FAMILY, path=path, handler=handler, keys=keys, shape=lorax_error)
+    def post(path: str, handler: Any, keys: frozenset[str] = frozenset()) -> Route:
+        return Route(family=FAMILY, path=path, handler=handler, keys=keys, shape=lorax_error)
 
     return [
         post("/", compatible),
@@ -106,7 +102,7 @@ def lorax_endpoints(context: Context) -> list[Endpoint]:
     ]
 
 
-async def answer_inputs(context: Context, request: Request) -> Response:
+async def answer_inputs(context: Context, request: Call) -> Response:
     """Answers POST /: a generation, or the feature extraction of Hugging Face's clients."""
     if await asks_for_features(context, request):
         return await extract_features(context, request)
@@ -114,7 +110,7 @@ async def answer_inputs(context: Context, request: Request) -> Response:
 
 
 async def generate(
-    context: Context, request: Request, *, stream: bool | None = None, as_list: bool = False
+    context: Context, request: Call, *, stream: bool | None = None, as_list: bool = False
 ) -> Response:
     """Generates; `stream` replaces the body's field, and `as_list` is the form of POST /."""
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
@@ -124,7 +120,7 @@ async def generate(
             parameters.adapter_id = parameters.adapter_id or body.model
         wants_stream = body.stream if stream is None else stream
         if wants_stream and as_list:
-            set_error_shape(request, streamed_error)
+            request.facts.shape = streamed_error
         _check(parameters, wants_stream)
         asked = await _asked(context, request, draft, body.inputs, parameters, wants_stream)
         generation = await open_asked(context, request, draft, asked)
@@ -145,7 +141,7 @@ async def generate(
 
 async def _asked(
     context: Context,
-    request: Request,
+    request: Call,
     draft: ReceiptDraft,
     inputs: str,
     parameters: Parameters,
@@ -290,7 +286,7 @@ def _constraint(parameters: Parameters) -> AskedConstraint | None:
 
 async def _select(
     context: Context,
-    request: Request,
+    request: Call,
     parameters: Parameters,
     body: GenerationBody,
     draft: ReceiptDraft,
@@ -305,7 +301,7 @@ async def _select(
     return await select_adapter(context, request, parameters, parameters.adapter_id)
 
 
-async def _find_part(context: Context, request: Request, parameters: Parameters, name: str) -> str:
+async def _find_part(context: Context, request: Call, parameters: Parameters, name: str) -> str:
     """Returns a name of one part of a combination, which the names know afterwards."""
     public = replace(parameters, api_token=None)
     found = await select_adapter(context, request, public, name)
@@ -323,7 +319,7 @@ async def _events(
                 yield event(answer)
 
 
-async def _tokenize(context: Context, request: Request) -> Response:
+async def _tokenize(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, TokenizeInputs, generates=False)
     context.require_known()
     parameters = read_inner(context, request, "parameters", body.parameters, Parameters)
@@ -331,7 +327,7 @@ async def _tokenize(context: Context, request: Request) -> Response:
     if parameters.adapter_id:
         found = await select_adapter(context, request, parameters, parameters.adapter_id)
         if isinstance(found, ModelReference):
-            found = await select(context, found, caller=caller_of(request))
+            found = await select(context, found, caller=request.caller)
         codec = await codec_for(context, found)
 
     def work() -> list[TokenPlace]:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
@@ -17,7 +16,8 @@ from loramux.server.families.lorax_wire import Source
 from loramux.server.generate.checked_fields import read_fields, read_inner
 from loramux.server.generate.embeddings import Inputs, default_body, embeddings, encoded
 from loramux.server.generate.generation import RouteKind
-from loramux.server.http.body import json_response, keep_body, read_body
+from loramux.server.http.body import json_response, read_body
+from loramux.server.http.call import Call
 from loramux.types.pooling import Pooling
 from loramux.wire.pooling import EncodingFormat
 
@@ -50,7 +50,7 @@ _OF_GENERATIONS = {"parameters", "stream", "model"}
 _ALL_THAT_FIT = -1
 
 
-async def asks_for_features(context: Context, request: Request) -> bool:
+async def asks_for_features(context: Context, request: Call) -> bool:
     """Whether a body of `inputs` is for embeddings, which the model has."""
     context.require_known()
     model = context.backend.card.pooling
@@ -59,7 +59,7 @@ async def asks_for_features(context: Context, request: Request) -> bool:
     if not model.generates:
         return True
     raw = await read_body(request, context.options.max_body_bytes)
-    keep_body(request, raw)
+    request.facts.body = raw
     try:
         given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).keys()
     except (ValueError, RecursionError):
@@ -67,7 +67,7 @@ async def asks_for_features(context: Context, request: Request) -> bool:
     return not given & _OF_GENERATIONS
 
 
-async def extract_features(context: Context, request: Request) -> Response:
+async def extract_features(context: Context, request: Call) -> Response:
     """Returns a list of embeddings, also of a single text."""
     body = await read_fields(context, request, FeatureRequest, generates=False)
     parameters = read_inner(context, request, "parameters", body.parameters, EmbedParameters)
@@ -90,7 +90,7 @@ async def extract_features(context: Context, request: Request) -> Response:
     return json_response([encoded(vector, body.encoding_format) for vector in found.vectors])
 
 
-async def embed(context: Context, request: Request) -> Response:
+async def embed(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, EmbedRequest, generates=False)
     parameters = read_inner(context, request, "parameters", body.parameters, EmbedParameters)
     name = parameters.adapter_id or ""

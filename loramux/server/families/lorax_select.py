@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.families.lorax_wire import Source
 from loramux.server.generate.near_names import hint_for
 from loramux.server.generate.selection import ModelReference, select
+from loramux.server.http.call import Call
 from loramux.server.naming.names import Selected
 from loramux.sources.config import Secret
 
 
 async def select_adapter(
-    context: Context, request: Request, parameters: Source, name: str
+    context: Context, request: Call, parameters: Source, name: str
 ) -> ModelReference | Selected:
     """Finds an adapter as LoRAX names it.
 
@@ -23,7 +21,7 @@ async def select_adapter(
     registry only if the request gives no source, so that neither can stand for the other.
     """
     context.require_ready()
-    caller = caller_of(request)
+    caller = request.caller
     view = context.view_of(caller)
     source, sources = parameters.adapter_source, context.sources
     is_found = source is not None and sources is not None and sources.has_named(name)

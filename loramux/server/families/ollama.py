@@ -10,12 +10,10 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from msgspec import UNSET, Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import caller_of
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.chat.tools.writer import ChatWriter, write_deltas
 from loramux.server.context import Context
@@ -38,7 +36,8 @@ from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.selection import codec_for
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route
 from loramux.server.http.streaming import StreamForm, line, stream_events, until_gone
 from loramux.server.live.model_list import list_models
 from loramux.server.routes.tokens import DescribesTokenizer
@@ -117,40 +116,40 @@ def error_line(error: Exception) -> bytes:
     return line({"error": error_info(error).message})
 
 
-def ollama_endpoints(context: Context) -> list[Endpoint]:
-    async def chat(request: Request) -> Response:
+def ollama_routes(context: Context) -> list[Route]:
+    async def chat(request: Call) -> Response:
         return await _chat(context, request)
 
-    async def generate(request: Request) -> Response:
+    async def generate(request: Call) -> Response:
         return await _generate(context, request)
 
-    async def tags(request: Request) -> Response:
-        entries = await list_models(context, caller_of(request))
+    async def tags(request: Call) -> Response:
+        entries = await list_models(context, request.caller)
         models = [_tag(context, entry.id) for entry in entries]
         return json_response({"models": models})
 
-    async def loaded(request: Request) -> Response:
+    async def loaded(request: Call) -> Response:
         context.require_known()
         shown = _tag(context, context.base_names[0])
         return json_response({"models": [shown | {"size_vram": 0, "expires_at": _now()}]})
 
-    async def show(request: Request) -> Response:
+    async def show(request: Call) -> Response:
         body = await read_fields(context, request, ShowBody, generates=False)
         selected = await select_tagged(context, request, body.model or body.name or "")
         codec = await codec_for(context, selected)
         return json_response(_show(context, codec, is_base=not selected.adapters))
 
-    async def embed_texts(request: Request) -> Response:
+    async def embed_texts(request: Call) -> Response:
         return await embed(context, request)
 
-    async def embed_text(request: Request) -> Response:
+    async def embed_text(request: Call) -> Response:
         return await embed_one(context, request)
 
-    async def version(request: Request) -> Response:
+    async def version(request: Call) -> Response:
         return json_response({"version": VERSION})
 
-    def at(path: str, handler: Any, *methods: str) -> Endpoint:
-        return Endpoint(
+    def at(path: str, handler: Any, *methods: str) -> Route:
+        return Route(
             family=FAMILY,
             path=path,
             handler=handler,
@@ -171,7 +170,7 @@ def ollama_endpoints(context: Context) -> list[Endpoint]:
     ]
 
 
-async def _chat(context: Context, request: Request) -> Response:
+async def _chat(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, ChatBody)
     if any(message.get("images") for message in body.messages):
         raise InvalidRequest("This model reads text only: leave images out.", param="images")
@@ -194,7 +193,7 @@ async def _chat(context: Context, request: Request) -> Response:
     return await _answer(context, request, body, asked, _chat_fields)
 
 
-async def _generate(context: Context, request: Request) -> Response:
+async def _generate(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, GenerateBody)
     for name in ("images", "template", "context"):
         if getattr(body, name):
@@ -244,7 +243,7 @@ def _generate_fields(part: ChatMessage) -> dict[str, Any]:
 
 
 async def _answer(
-    context: Context, request: Request, body: Body, asked: Asked, write: Write
+    context: Context, request: Call, body: Body, asked: Asked, write: Write
 ) -> Response:
     started = time.monotonic_ns()
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
@@ -369,7 +368,7 @@ async def _lines(
     yield line(answer.last(last, reason, (usage.prompt_tokens, usage.completion_tokens)))
 
 
-def _generation_body(context: Context, request: Request, body: Body) -> GenerationBody:
+def _generation_body(context: Context, request: Call, body: Body) -> GenerationBody:
     options = read_inner(context, request, "options", body.options, Options)
     check_penalty_window(options)
     sampling = {

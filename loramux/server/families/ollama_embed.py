@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
@@ -16,6 +15,7 @@ from loramux.server.generate.checked_fields import read_fields
 from loramux.server.generate.embeddings import Inputs, Pooled, default_body, embeddings, encoded
 from loramux.server.generate.generation import RouteKind
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 
 KIND = RouteKind(id_prefix="embd", prompt_param="input", default_max_tokens=0, pools=True)
 NO_LIMIT = -1
@@ -38,7 +38,7 @@ class EmbeddingBody(Struct, kw_only=True):
     keep_alive: Any = None
 
 
-async def embed(context: Context, request: Request) -> Response:
+async def embed(context: Context, request: Call) -> Response:
     """Returns the embedding of each text."""
     started = time.monotonic_ns()
     body = await read_fields(context, request, EmbedBody, generates=False)
@@ -59,7 +59,7 @@ async def embed(context: Context, request: Request) -> Response:
     )
 
 
-async def embed_one(context: Context, request: Request) -> Response:
+async def embed_one(context: Context, request: Call) -> Response:
     """Returns the embedding of one text."""
     body = await read_fields(context, request, EmbeddingBody, generates=False)
     found = await _embeddings(context, request, body.model, [body.prompt])
@@ -68,7 +68,7 @@ async def embed_one(context: Context, request: Request) -> Response:
 
 async def _embeddings(  # noqa: PLR0913
     context: Context,
-    request: Request,
+    request: Call,
     model: str,
     texts: list[str],
     dimensions: int | None = None,

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from typing import Any
 
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
@@ -29,7 +28,8 @@ from loramux.server.generate.receipt_draft import receipt_draft
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route
 from loramux.server.http.streaming import StreamForm, stream_events, until_gone
 from loramux.server.routes.openai import chat_logprobs
 from loramux.types.request import TokenLogprob
@@ -78,14 +78,14 @@ class ResponseBody(Struct, kw_only=True):
     adapter_weights: list[float] | None = None
 
 
-def responses_endpoints(context: Context) -> list[Endpoint]:
-    async def create(request: Request) -> Response:
+def responses_routes(context: Context) -> list[Route]:
+    async def create(request: Call) -> Response:
         return await answer_response(context, request)
 
-    return [Endpoint(family=FAMILY, path="/v1/responses", handler=create)]
+    return [Route(family=FAMILY, path="/v1/responses", handler=create)]
 
 
-async def answer_response(context: Context, request: Request) -> Response:
+async def answer_response(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, ResponseBody)
     _check(body)
     with receipt_draft(context.receipts, context.base_identity, request) as draft:

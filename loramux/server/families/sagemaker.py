@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loramux.errors import InvalidRequest
@@ -16,8 +15,9 @@ from loramux.server.errors import NotServed, error_response
 from loramux.server.families.lorax import answer_inputs
 from loramux.server.families.lorax_wire import lorax_error
 from loramux.server.families.responses import answer_response
-from loramux.server.http.body import decode, keep_body, read_body
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.body import decode, read_body
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route
 from loramux.server.live.pinning import pin
 from loramux.server.routes.embeddings import answer_embeddings
 from loramux.server.routes.openai import answer_chat, answer_completion
@@ -37,10 +37,10 @@ ALIAS = "x-amzn-sagemaker-adapter-alias"
 NAMING_FIELDS = {"model", "adapters", "adapter_weights", "lora", "lora_path", "lora_request"}
 EMBEDDING_FIELDS = {"encoding_format", "dimensions"}
 NAMING_PARAMETERS = {"adapter_id", "merged_adapters"}
-Answer = Callable[[Context, Request], Awaitable[Response]]
+Answer = Callable[[Context, Call], Awaitable[Response]]
 
 
-async def _input(context: Context, request: Request) -> Response:
+async def _input(context: Context, request: Call) -> Response:
     """Answers `input`, which embeddings, classifications and responses share."""
     raw = await read_body(request, context.options.max_body_bytes)
     fields = decode(raw, dict[str, Any])
@@ -53,7 +53,7 @@ async def _input(context: Context, request: Request) -> Response:
     return await answer_response(context, request)
 
 
-async def _inputs(context: Context, request: Request) -> Response:
+async def _inputs(context: Context, request: Call) -> Response:
     return await answer_inputs(context, request)
 
 
@@ -76,13 +76,13 @@ class AdapterBody(Struct, kw_only=True):
     load_inplace: bool = False
 
 
-def sagemaker_endpoints(context: Context) -> list[Endpoint]:
-    def invoke(key: str) -> Endpoint:
-        async def handler(request: Request) -> Response:
+def sagemaker_routes(context: Context) -> list[Route]:
+    def invoke(key: str) -> Route:
+        async def handler(request: Call) -> Response:
             await _name_adapter(context, request, key)
             return await ANSWERS[key](context, request)
 
-        return Endpoint(
+        return Route(
             family=FAMILY,
             path="/invocations",
             handler=handler,
@@ -90,24 +90,24 @@ def sagemaker_endpoints(context: Context) -> list[Endpoint]:
             shape=lorax_error if key == "inputs" else error_response,
         )
 
-    async def register(request: Request) -> Response:
+    async def register(request: Call) -> Response:
         return await _register(context, request)
 
-    async def unregister(request: Request) -> Response:
+    async def unregister(request: Call) -> Response:
         return await _unregister(context, request)
 
     found = [invoke(key) for key in ANSWERS]
     if context.options.allow_runtime_lora_updating:
         found += [
-            Endpoint(family=FAMILY, path="/adapters", handler=register),
-            Endpoint(
+            Route(family=FAMILY, path="/adapters", handler=register),
+            Route(
                 family=FAMILY, path="/adapters/{name:path}", handler=unregister, methods=("DELETE",)
             ),
         ]
     return found
 
 
-async def _name_adapter(context: Context, request: Request, key: str) -> None:
+async def _name_adapter(context: Context, request: Call, key: str) -> None:
     """Puts the adapter of the header into the body, where it replaces the body's own."""
     name = request.headers.get(IDENTIFIER)
     if not name:
@@ -123,10 +123,10 @@ async def _name_adapter(context: Context, request: Request, key: str) -> None:
     else:
         kept = {key: fields[key] for key in fields.keys() - NAMING_FIELDS}
         fields = kept | {"model": name}
-    keep_body(request, msgspec.json.encode(fields))
+    request.facts.body = msgspec.json.encode(fields)
 
 
-async def _register(context: Context, request: Request) -> Response:
+async def _register(context: Context, request: Call) -> Response:
     raw = await read_body(request, context.options.max_body_bytes)
     body = decode(raw or b"{}", AdapterBody)
     name, source = (
@@ -149,7 +149,7 @@ async def _register(context: Context, request: Request) -> Response:
     return PlainTextResponse(f"Adapter {request.headers.get(ALIAS) or name} registered")
 
 
-async def _unregister(context: Context, request: Request) -> Response:
+async def _unregister(context: Context, request: Call) -> Response:
     name = request.path_params["name"]
     if context.names.find(name) is None:
         raise NotServed(f"The adapter `{name}` does not exist.", param="name")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loramux.backend.text import TextCodec
@@ -31,7 +30,8 @@ from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.token_reports import LOWEST
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import decode, json_response, read_body
-from loramux.server.http.endpoint import Endpoint
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route
 from loramux.server.http.streaming import DONE, StreamForm, event, stream_events, until_gone
 from loramux.server.live.pinning import pin
 from loramux.server.routes.runtime_lora import (
@@ -111,28 +111,28 @@ def error_event(error: Exception) -> bytes:
     return event({"error": {"message": error_info(error).message}})
 
 
-def sglang_endpoints(context: Context) -> list[Endpoint]:
-    async def generate(request: Request) -> Response:
+def sglang_routes(context: Context) -> list[Route]:
+    async def generate(request: Call) -> Response:
         return await _generate(context, request)
 
-    async def load(request: Request) -> Response:
+    async def load(request: Call) -> Response:
         return await _change(context, request, is_load=True)
 
-    async def unload(request: Request) -> Response:
+    async def unload(request: Call) -> Response:
         return await _change(context, request, is_load=False)
 
-    async def health_generate(request: Request) -> Response:
+    async def health_generate(request: Call) -> Response:
         context.require_ready()
         await context.backend.probe(context.options.probe_timeout_s)
         return Response(status_code=200)
 
-    async def flush_cache(request: Request) -> Response:
+    async def flush_cache(request: Call) -> Response:
         return PlainTextResponse(
             "Nothing to flush: prefixes are kept by the content of adapters.\n"
         )
 
-    def at(path: str, handler: Any, *methods: str, keys: frozenset[str] = frozenset()) -> Endpoint:
-        return Endpoint(
+    def at(path: str, handler: Any, *methods: str, keys: frozenset[str] = frozenset()) -> Route:
+        return Route(
             family=FAMILY,
             path=path,
             handler=handler,
@@ -153,7 +153,7 @@ def sglang_endpoints(context: Context) -> list[Endpoint]:
     return found
 
 
-async def _generate(context: Context, request: Request) -> Response:
+async def _generate(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, GenerateRequest)
     sampling = read_inner(context, request, "sampling_params", body.sampling_params, SamplingFields)
     prompts = _prompts(body)
@@ -206,7 +206,7 @@ def _is_list(body: GenerateRequest, sampling: SamplingFields) -> bool:
 
 async def _open(
     context: Context,
-    request: Request,
+    request: Call,
     body: GenerateRequest,
     sampling: SamplingFields,
     prompts: list[str | list[int]],
@@ -355,7 +355,7 @@ async def _events(
     yield DONE
 
 
-async def _change(context: Context, request: Request, *, is_load: bool) -> Response:
+async def _change(context: Context, request: Call, *, is_load: bool) -> Response:
     raw = await read_body(request, context.options.max_body_bytes)
     asked = decode(raw, AdapterChange)
     name = asked.lora_name
@@ -379,7 +379,7 @@ async def _change(context: Context, request: Request, *, is_load: bool) -> Respo
     return json_response(reply, status=400 if message else 200)
 
 
-async def _load(context: Context, http: Request, asked: AdapterChange) -> None:
+async def _load(context: Context, http: Call, asked: AdapterChange) -> None:
     name = asked.lora_name
     given = context.names.find(name)
     if given is not None and given.state != "failed":

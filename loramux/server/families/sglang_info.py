@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.http.body import json_response
-from loramux.server.http.endpoint import Handler
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Handler
 
 
 def info_handlers(context: Context) -> Mapping[str, Handler]:
     """Returns the handlers of GET routes by path."""
 
-    async def model_info(request: Request) -> Response:
+    async def model_info(request: Call) -> Response:
         context.require_known()
         return json_response(_model_info(context, request))
 
-    async def server_info(request: Request) -> Response:
+    async def server_info(request: Call) -> Response:
         context.require_known()
         return json_response(_server_info(context, request))
 
-    async def load_of(request: Request) -> Response:
+    async def load_of(request: Call) -> Response:
         """The number of open requests, by which vLLM's balancers choose a server."""
         stats = context.backend.stats
         return json_response({"server_load": stats.num_running + stats.num_waiting})
@@ -40,7 +39,7 @@ def info_handlers(context: Context) -> Mapping[str, Handler]:
     }
 
 
-def _model_info(context: Context, request: Request) -> dict[str, Any]:
+def _model_info(context: Context, request: Call) -> dict[str, Any]:
     card = context.backend.card
     return {
         "model_path": shown_path(context, request, card.path),
@@ -56,13 +55,13 @@ def _model_info(context: Context, request: Request) -> dict[str, Any]:
     }
 
 
-def shown_path(context: Context, request: Request, path: str) -> str:
+def shown_path(context: Context, request: Call, path: str) -> str:
     """Returns a path of this machine, for a tenant's key the name of the base in its place."""
-    is_confined = context.view_of(caller_of(request)).is_confined
+    is_confined = context.view_of(request.caller).is_confined
     return context.base_names[0] if is_confined else path
 
 
-def _server_info(context: Context, request: Request) -> dict[str, Any]:
+def _server_info(context: Context, request: Call) -> dict[str, Any]:
     card, stats = context.backend.card, context.backend.stats
     return {
         **_model_info(context, request),

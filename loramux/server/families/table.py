@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loramux.backend.host import Health
 from loramux.errors import InvalidRequest, suggest
 from loramux.server.context import Context, HostContext
 from loramux.server.errors import ErrorShape
-from loramux.server.families.anthropic import anthropic_endpoints, anthropic_error
-from loramux.server.families.llamacpp import llamacpp_endpoints
-from loramux.server.families.lorax import lorax_endpoints
-from loramux.server.families.ollama import ollama_endpoints, ollama_error
-from loramux.server.families.responses import responses_endpoints
-from loramux.server.families.sagemaker import sagemaker_endpoints
-from loramux.server.families.sglang import sglang_endpoints
-from loramux.server.http.endpoint import Endpoint, KeyedEndpoints
+from loramux.server.families.anthropic import anthropic_error, anthropic_routes
+from loramux.server.families.llamacpp import llamacpp_routes
+from loramux.server.families.lorax import lorax_routes
+from loramux.server.families.ollama import ollama_error, ollama_routes
+from loramux.server.families.responses import responses_routes
+from loramux.server.families.sagemaker import sagemaker_routes
+from loramux.server.families.sglang import sglang_routes
+from loramux.server.http.call import Call
+from loramux.server.http.routes import OWN, Route
 from loramux.server.live.page import is_browser, to_page
 
-FAMILIES: dict[str, Callable[[Context], list[Endpoint]]] = {
-    "anthropic": anthropic_endpoints,
-    "llamacpp": llamacpp_endpoints,
-    "lorax": lorax_endpoints,
-    "ollama": ollama_endpoints,
-    "responses": responses_endpoints,
-    "sagemaker": sagemaker_endpoints,
-    "sglang": sglang_endpoints,
+FAMILIES: dict[str, Callable[[Context], list[Route]]] = {
+    "anthropic": anthropic_routes,
+    "llamacpp": llamacpp_routes,
+    "lorax": lorax_routes,
+    "ollama": ollama_routes,
+    "responses": responses_routes,
+    "sagemaker": sagemaker_routes,
+    "sglang": sglang_routes,
 }
 PREFIXES: tuple[tuple[str, str, ErrorShape], ...] = (
     ("ollama", "/api/", ollama_error),
     ("anthropic", "/v1/messages/", anthropic_error),
 )
 """Families, the beginnings of paths that are theirs alone, and the shapes of their errors."""
-OWN = "loramux"
-OWN_PATHS = {"/tokenize": frozenset({"prompt", "messages"})}
-"""Paths of the server's own API that others have too, and the fields of its own bodies."""
 
 
 def check_families(names: Iterable[str]) -> None:
@@ -65,37 +61,29 @@ def paths_of_others(context: Context) -> dict[str, str]:
     """Return the paths of the APIs that do not answer, with what opens them."""
     others = [name for name in FAMILIES if name not in _served(context)]
     return {
-        endpoint.path: f"It is of an API that needs --compat {name} at the start of the server."
+        route.path: f"It is of an API that needs --compat {name} at the start of the server."
         for name in others
-        for endpoint in FAMILIES[name](context)
+        for route in FAMILIES[name](context)
     }
 
 
-def endpoints_of(context: Context) -> list[Endpoint]:
+def routes_of_others(context: Context) -> list[Route]:
     names = _served(context)
-    found = [endpoint for name in names for endpoint in FAMILIES[name](context)]
-    return [root_endpoint(context, is_ollama="ollama" in names), *found]
+    found = [route for name in names for route in FAMILIES[name](context)]
+    return [root_route(context, is_ollama="ollama" in names), *found]
 
 
-def shared_with_own(endpoints: Iterable[Endpoint]) -> KeyedEndpoints:
-    shared: defaultdict[str, list[Endpoint]] = defaultdict(list)
-    for endpoint in endpoints:
-        if endpoint.path in OWN_PATHS:
-            shared[endpoint.path].append(endpoint)
-    return shared
-
-
-def root_endpoint(context: HostContext, *, is_ollama: bool = False) -> Endpoint:
+def root_route(context: HostContext, *, is_ollama: bool = False) -> Route:
     """GET /, by which several clients see whether a server is there; Ollama's read its text.
 
     Browsers are sent to the web page.
     """
 
-    async def root(request: Request) -> Response:
+    async def root(request: Call) -> Response:
         if context.options.ui and is_browser(request):
             return to_page(request)
         is_ready = context.backend.health is Health.READY
         text = "Ollama is running" if is_ollama else "loramux is running"
         return PlainTextResponse(text, 200 if is_ready else 503, headers={"vary": "accept"})
 
-    return Endpoint(family=OWN, path="/", handler=root, methods=("GET", "HEAD"))
+    return Route(family=OWN, path="/", handler=root, methods=("GET", "HEAD"))

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import msgspec
 from msgspec import structs
-from starlette.requests import Request
 
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
@@ -30,6 +29,7 @@ from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.selection import ModelReference, combination_of
 from loramux.server.generate.token_reports import Truncation
 from loramux.server.http.body import read_body
+from loramux.server.http.call import Call
 from loramux.server.naming.names import Selected
 from loramux.types.pooling import Pooling
 from loramux.types.sampling import SamplingParams
@@ -85,9 +85,7 @@ class Asked:
         return len(self.prompts) if self.messages is None else 1
 
 
-async def open_asked(
-    context: Context, http: Request, draft: ReceiptDraft, asked: Asked
-) -> Generation:
+async def open_asked(context: Context, http: Call, draft: ReceiptDraft, asked: Asked) -> Generation:
     """Resolves the adapters, tokenizes, and makes the engine requests."""
     reference = asked.selected or reference_of(asked.body)
     draft.asked = asked.name or str(reference) or None
@@ -112,7 +110,7 @@ async def open_asked(
         request = replace(request, params=Filler(codec).end(request.params))
     plan = await plan_asked(context, asked, request.params, codec)
     if plan is not None:
-        http.state.tool_notes = plan.notes
+        http.facts.tool_notes = plan.notes
         params = plan.reply.constrain(request.params)
         request = replace(request, params=params, reply=plan.reply)
     size = len(await read_body(http, context.options.max_body_bytes))

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 
 from loramux.errors import InvalidRequest
 from loramux.server.context import HostContext
 from loramux.server.generate.foreign_fields import UnsupportedFields, unsupported_in
-from loramux.server.http.body import decode, keep_body, read_body
-from loramux.server.http.request_ids import add_warning
+from loramux.server.http.body import decode, read_body
+from loramux.server.http.call import Call
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
@@ -22,11 +21,11 @@ MAX_NAME_CHARACTERS = 64
 
 
 async def read_fields(
-    context: HostContext, http: Request, kind: type[BodyT], *, generates: bool = True
+    context: HostContext, http: Call, kind: type[BodyT], *, generates: bool = True
 ) -> BodyT:
     """Decode the body; refuses fields that would change the answer and are not known."""
     raw = await read_body(http, context.options.max_body_bytes)
-    keep_body(http, raw)
+    http.facts.body = raw
     body = decode(raw, kind)
     check_fields(context, http, kind, raw, generates=generates)
     return body
@@ -34,7 +33,7 @@ async def read_fields(
 
 def read_inner(
     context: HostContext,
-    http: Request,
+    http: Call,
     place: str,
     fields: Mapping[str, Any] | None,
     kind: type[BodyT],
@@ -47,7 +46,7 @@ def read_inner(
 
 def check_fields(  # noqa: PLR0913  (what differs between the routes)
     context: HostContext,
-    http: Request,
+    http: Call,
     kind: type[msgspec.Struct],
     raw: bytes,
     *,
@@ -70,7 +69,7 @@ def check_fields(  # noqa: PLR0913  (what differs between the routes)
     shown = ", ".join(inside + name[:MAX_NAME_CHARACTERS] for name in unknown[:MAX_NAMED])
     rest = len(unknown) - MAX_NAMED
     more = f" and {rest} more" if rest > 0 else ""
-    add_warning(http, f"unknown fields were ignored: {shown}{more}")
+    http.warn(f"unknown fields were ignored: {shown}{more}")
 
 
 def _refusal(table: UnsupportedFields, name: str, inside: str) -> InvalidRequest:

@@ -9,7 +9,6 @@ from functools import partial
 
 import msgspec
 import numpy as np
-from starlette.requests import Request
 
 from loramux.backend.text import ModelCard
 from loramux.errors import InvalidRequest
@@ -20,6 +19,7 @@ from loramux.server.generate.prompts import split_prompts
 from loramux.server.generate.receipt_draft import receipt_draft
 from loramux.server.generate.selection import ModelReference
 from loramux.server.generate.token_reports import Truncation, check_kept
+from loramux.server.http.call import Call
 from loramux.server.http.streaming import until_gone
 from loramux.server.naming.names import Selected
 from loramux.types.pooling import Pooling, check_dimensions
@@ -65,7 +65,7 @@ def split_input(given: EmbeddingInput) -> list[str | list[int]]:
     return split_prompts(given, param="input")
 
 
-async def embeddings(context: Context, http: Request, body: PoolingBody, inputs: Inputs) -> Pooled:
+async def embeddings(context: Context, http: Call, body: PoolingBody, inputs: Inputs) -> Pooled:
     """Computes embeddings; raises InvalidRequest if the model has none."""
     context.require_known()
     card = context.backend.card
@@ -79,7 +79,7 @@ async def embeddings(context: Context, http: Request, body: PoolingBody, inputs:
     return Pooled(vectors=found_vectors, usage=found.usage, generation=found.generation)
 
 
-async def scores(context: Context, http: Request, body: PoolingBody, inputs: Inputs) -> Pooled:
+async def scores(context: Context, http: Call, body: PoolingBody, inputs: Inputs) -> Pooled:
     """Computes the scores of a sequence classifier."""
     context.require_known()
     model = context.backend.card.pooling
@@ -135,7 +135,7 @@ class _Run:
 
 
 async def _pool(
-    context: Context, http: Request, body: PoolingBody, inputs: Inputs, pooling: Pooling
+    context: Context, http: Call, body: PoolingBody, inputs: Inputs, pooling: Pooling
 ) -> _Run:
     fields = {name: getattr(body, name) for name in _COPIED}
     check_kept(body.truncate_prompt_tokens)

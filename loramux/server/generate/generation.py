@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec.structs import replace
-from starlette.requests import Request as HttpRequest
 
 from loramux.backend.text import Delta, TextBackend, TextCodec, failure_of
 from loramux.errors import (
@@ -23,7 +22,6 @@ from loramux.errors import (
 )
 from loramux.metrics.server import Metrics
 from loramux.receipts.receipt import ServingStatus
-from loramux.server.auth.caller import Caller
 from loramux.server.auth.quotas import Admission
 from loramux.server.chat.tools.reply import ReplyFormat
 from loramux.server.context import Context
@@ -32,7 +30,9 @@ from loramux.server.generate.receipt_draft import ReceiptDraft
 from loramux.server.generate.sampling import MaxTokens, check_sizes
 from loramux.server.generate.token_reports import TokenReport
 from loramux.server.generate.usage import UsageCount
+from loramux.server.http.call import Call
 from loramux.server.naming.names import AdapterNames, Selected
+from loramux.types.caller import Caller
 from loramux.types.pooling import Pooling
 from loramux.types.request import FinishReason, Request, Selection, TokenLogprob
 from loramux.types.sampling import SamplingParams
@@ -63,6 +63,8 @@ class GenerationRequest:
     id: str
     kind: RouteKind
     caller: Caller
+    admission: Admission | None = None
+    """The charge on the limits of the caller; None: it has none."""
     selected: Selected
     codec: TextCodec
     """The tokenizer of the selection."""
@@ -100,8 +102,6 @@ class Generation:
     engine_requests: tuple[Request, ...]
     draft: ReceiptDraft
     fingerprint: str
-    admission: Admission | None = None
-    """The charge on the limits of the caller; None: it has none."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def reservation(self) -> tuple[int, int]:
@@ -116,7 +116,7 @@ class Generation:
 
 
 def open_generation(
-    context: Context, http: HttpRequest, request: GenerationRequest, draft: ReceiptDraft
+    context: Context, http: Call, request: GenerationRequest, draft: ReceiptDraft
 ) -> Generation:
     """Make the engine requests; raises InvalidRequest for a prompt that does not fit."""
     check_sizes(request.params, request.prompts)
@@ -140,17 +140,16 @@ def open_generation(
     draft.serve(engine_requests)
     if context.receipts.is_on:
         # Middleware writes it into the response's header, also if the generation fails.
-        http.state.receipt_id = draft.id
+        http.facts.receipt_id = draft.id
     selection = request.selected.selection
     tier_of = context.backend.residency.tier_of
     # Empty for the base, so that routers learn that the name means it.
-    http.state.found_in_tiers = [(cid, tier_of(cid)) for cid, _ in selection]
+    http.facts.tiers = [(cid, tier_of(cid)) for cid, _ in selection]
     return Generation(
         request=request,
         engine_requests=engine_requests,
         draft=draft,
         fingerprint=context.fingerprint,
-        admission=getattr(http.state, "admission", None),
     )
 
 
@@ -247,7 +246,7 @@ async def collect(generation: Generation, deltas: Deltas) -> tuple[list[Choice],
 
 async def run(context: Context, generation: Generation) -> Deltas:
     """Run all engine requests; closing the stream aborts them. The receipt is issued at the end."""
-    draft, admission = generation.draft, generation.admission
+    draft, admission = generation.draft, generation.request.admission
     try:
         if admission is not None:
             admission.begin(*generation.reservation())

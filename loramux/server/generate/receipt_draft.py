@@ -11,16 +11,16 @@ from typing import TypeVar
 
 from msgspec import UNSET
 from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
 
 from loramux.backend.text import Delta
 from loramux.receipts.digests import TokenDigest, token_digests
 from loramux.receipts.issuer import ReceiptIssuer
 from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label
-from loramux.server.auth.caller import ANONYMOUS, Caller, known_caller
 from loramux.server.errors import error_info
 from loramux.server.generate.usage import UsageCount
+from loramux.server.http.call import Call
 from loramux.server.naming.names import NamedAdapter, Selected, full_name
+from loramux.types.caller import ANONYMOUS, Caller
 from loramux.types.request import Request, RequestFacts
 
 ON_DEVICE = "device"
@@ -218,25 +218,23 @@ DraftT = TypeVar("DraftT", bound=ReceiptDraft)
 
 
 @contextmanager
-def receipt_draft(
-    issuer: ReceiptIssuer, base: BaseIdentity, http: HttpRequest
-) -> Iterator[ReceiptDraft]:
+def receipt_draft(issuer: ReceiptIssuer, base: BaseIdentity, http: Call) -> Iterator[ReceiptDraft]:
     """The draft of a request's receipt; an error inside the context is a refusal."""
-    with refusing(ReceiptDraft(issuer, base, known_caller(http)), issuer, http) as draft:
+    with refusing(ReceiptDraft(issuer, base, http.known_caller), issuer, http) as draft:
         yield draft
 
 
 @contextmanager
-def refusing(draft: DraftT, issuer: ReceiptIssuer, http: HttpRequest) -> Iterator[DraftT]:
+def refusing(draft: DraftT, issuer: ReceiptIssuer, http: Call) -> Iterator[DraftT]:
     """Ends the draft of a receipt as refused if the context raises an error."""
-    draft.on_drop = lambda: setattr(http.state, "receipt_id", None)
+    draft.on_drop = lambda: setattr(http.facts, "receipt_id", None)
     try:
         yield draft
     except ClientDisconnect:
         raise
     except Exception as error:
         if issuer.stores_refusals:
-            http.state.receipt_id = draft.id
+            http.facts.receipt_id = draft.id
             draft.refuse(error)
         raise
 

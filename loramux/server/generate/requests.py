@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from msgspec import structs
-from starlette.requests import Request
 
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import Caller, caller_of
+from loramux.server.auth.quotas import Admission
 from loramux.server.chat.structured.check import grammar_of
 from loramux.server.context import Context
 from loramux.server.generate.checked_fields import check_fields
@@ -34,8 +33,9 @@ from loramux.server.generate.selection import (
     vocab_size_for,
 )
 from loramux.server.http.body import decode, read_body, yield_after
-from loramux.server.http.request_ids import add_warning
+from loramux.server.http.call import Call
 from loramux.server.naming.names import Selected
+from loramux.types.caller import Caller
 from loramux.types.request import NOT_GENERATIVE
 from loramux.wire.text import GenerationBody, StreamOptions
 
@@ -48,7 +48,7 @@ MAX_USER_CHARACTERS = 1024
 
 
 async def read_generation_body(
-    context: Context, http: Request, body_type: type[BodyT]
+    context: Context, http: Call, body_type: type[BodyT]
 ) -> tuple[BodyT, bytes]:
     """The decoded body and its bytes."""
     raw = await read_body(http, context.options.max_body_bytes)
@@ -57,7 +57,7 @@ async def read_generation_body(
 
 async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     context: Context,
-    http: Request,
+    http: Call,
     draft: ReceiptDraft,
     body: GenerationBody,
     kind: RouteKind,
@@ -74,14 +74,14 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
         await yield_after(len(raw))
         check_fields(context, http, type(body), raw, num_choices=body.n or 1)
     check_stream_options(body)
-    caller = replace(caller_of(http), user=_user(body.user))
+    caller = replace(http.caller, user=_user(body.user))
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
     context.require_ready()
     if not (kind.pools or context.backend.card.pooling.generates):
         raise InvalidRequest(
             f"{NOT_GENERATIVE} Post to /v1/embeddings or /classify.", param="model"
         )
-    _open_admission(context, http, caller)
+    admission = _open_admission(context, http, caller)
     max_tokens = max_tokens_of(body)
     draft.selected = selected = await _selected(context, http, reference, caller)
     vocab_size = vocab_size_for(context, selected)
@@ -99,6 +99,7 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
         id=f"{kind.id_prefix}-{uuid.uuid4().hex}",
         kind=kind,
         caller=caller,
+        admission=admission,
         selected=selected,
         codec=codec,
         tokenizers=tokenizers,
@@ -125,7 +126,7 @@ async def _bad_words(
 
 
 async def _selected(
-    context: Context, http: Request, reference: ModelReference | Selected, caller: Caller
+    context: Context, http: Call, reference: ModelReference | Selected, caller: Caller
 ) -> Selected:
     """Returns the selection of a reference, which the caller may use."""
     if isinstance(reference, ModelReference):
@@ -138,7 +139,7 @@ async def _selected(
     return selected
 
 
-def note_no_model(context: Context, http: Request, param: str) -> None:
+def note_no_model(context: Context, http: Call, param: str) -> None:
     """Warns that the base answers a request that chose nothing, or refuses the request."""
     base = context.base_names[0]
     if context.options.require_model:
@@ -148,7 +149,7 @@ def note_no_model(context: Context, http: Request, param: str) -> None:
             param=param,
         )
     if context.names.may_have_adapters:
-        add_warning(http, f"no {param} was named: the base {base} answered")
+        http.warn(f"no {param} was named: the base {base} answered")
 
 
 def _user(user: str | None) -> str | None:
@@ -160,12 +161,13 @@ def _user(user: str | None) -> str | None:
     return user
 
 
-def _open_admission(context: Context, http: Request, caller: Caller) -> None:
-    """Refuses a request that could not begin now, before the work of tokenizing it."""
+def _open_admission(context: Context, http: Call, caller: Caller) -> Admission | None:
+    """Refuse a request that could not begin now, before the work of tokenizing it."""
     admission = context.quotas.open(context.tenant_of(caller), caller.key_id)
-    http.state.admission = admission
     if admission is not None:
+        http.facts.limits = admission.headers
         admission.check()
+    return admission
 
 
 def _cache_salt(salt: str | None) -> str:

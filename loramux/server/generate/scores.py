@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from starlette.requests import Request
-
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context
 from loramux.server.generate.asked import TextPair
 from loramux.server.generate.embeddings import Inputs, Pooled, cosine, embeddings, scores
 from loramux.server.generate.generation import RouteKind
+from loramux.server.http.call import Call
 from loramux.types.pooling import Pooling
 from loramux.wire.pooling import PoolingBody
 
@@ -52,7 +51,7 @@ class Scored:
 
 async def score_pairs(
     context: Context,
-    http: Request,
+    http: Call,
     body: PoolingBody,
     pairs: Pairs,
     kind: RouteKind,
@@ -84,7 +83,7 @@ async def score_pairs(
 
 
 async def _by_embeddings(
-    context: Context, http: Request, body: PoolingBody, pairs: Pairs, kind: RouteKind
+    context: Context, http: Call, body: PoolingBody, pairs: Pairs, kind: RouteKind
 ) -> Scored:
     """Computes the embedding of each text once."""
     inputs = Inputs(texts=[*pairs.first, *pairs.second], kind=kind)

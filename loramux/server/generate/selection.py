@@ -15,7 +15,6 @@ from loramux.adapters.recipe import SUM_METHOD, CombinationOptions, check_option
 from loramux.backend.text import TextCodec
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
-from loramux.server.auth.caller import Caller
 from loramux.server.context import Context, HostContext
 from loramux.server.errors import Forbidden, NotServed
 from loramux.server.generate.near_names import hint_for
@@ -30,6 +29,7 @@ from loramux.server.naming.names import (
 from loramux.server.naming.recipes import open_version
 from loramux.server.naming.view import View
 from loramux.types.adapter import vocab_size_of
+from loramux.types.caller import Caller
 from loramux.types.composition import (
     Term,
     check_count,

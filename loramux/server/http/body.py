@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from loramux.errors import EngineBusy, InvalidRequest
+from loramux.errors import InvalidRequest
 from loramux.server.errors import BodyTooLarge, NotJson
+from loramux.server.http.call import Call
 
 T = TypeVar("T")
 
@@ -42,23 +42,6 @@ _MANY_DIGITS = b"0" * 90
 _LARGE_BYTES = 2**18
 _PIECE_BYTES = 2**18
 _SMALL_BYTES = 2**16
-
-
-class Bodies:
-    """The memory of all bodies that arrive now; small ones are always accepted."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
-
-    def take(self, num_bytes: int) -> None:
-        if num_bytes > self._left:
-            raise EngineBusy(
-                "The server receives too many large bodies: send smaller ones, or try again later."
-            )
-        self._left -= num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        self._left += num_bytes
 
 
 @dataclass(slots=True)
@@ -94,17 +77,16 @@ class _Parts:
                 )
 
 
-async def read_json(request: Request, kind: type[T], *, max_bytes: int) -> tuple[T, int]:
+async def read_json(request: Call, kind: type[T], *, max_bytes: int) -> tuple[T, int]:
     """Read and decode a body; returns it with its size in bytes."""
     body = await read_body(request, max_bytes)
     return decode(body, kind), len(body)
 
 
-async def read_body(request: Request, max_bytes: int, *, any_type: bool = False) -> bytes:
-    """Reads the body, or returns what `keep_body` has kept."""
-    kept: bytes | None = getattr(request.state, "body", None)
-    if kept is not None:
-        return kept
+async def read_body(request: Call, max_bytes: int, *, any_type: bool = False) -> bytes:
+    """Read the body; a body that was read before, or put in its place, is returned again."""
+    if request.facts.body is not None:
+        return request.facts.body
     if not any_type:
         _require_json(request)
     declared = request.headers.get("content-length", "")
@@ -115,13 +97,13 @@ async def read_body(request: Request, max_bytes: int, *, any_type: bool = False)
     return body
 
 
-async def read_upload(request: Request, max_bytes: int) -> bytes:
+async def read_upload(request: Call, max_bytes: int) -> bytes:
     """Reads a body that is not JSON: its parts are not counted, and any type is taken."""
     return await _receive(request, max_bytes, is_json=False)
 
 
-async def _receive(request: Request, max_bytes: int, *, is_json: bool = True) -> bytes:
-    bodies: Bodies = request.app.state.bodies
+async def _receive(request: Call, max_bytes: int, *, is_json: bool = True) -> bytes:
+    bodies = request.facts.bodies
     body, parts, num_taken = bytearray(), _Parts(), 0
     try:
         async for piece in request.stream():
@@ -139,7 +121,7 @@ async def _receive(request: Request, max_bytes: int, *, is_json: bool = True) ->
     return bytes(body)
 
 
-def _require_json(request: Request) -> None:
+def _require_json(request: Call) -> None:
     """Raises NotJson unless the body is declared as JSON, or there is none.
 
     Web pages of other origins may send bodies of a few other types, and of none, without asking.
@@ -153,11 +135,6 @@ def _require_json(request: Request) -> None:
     media_type = declared.partition(";")[0].strip()
     if media_type.lower() != "application/json":
         raise NotJson(f"Send the header 'Content-Type: application/json', not '{media_type}'.")
-
-
-def keep_body(request: Request, body: bytes) -> None:
-    """Gives the request this body for all that read it later."""
-    request.state.body = body
 
 
 def decode(body: bytes, kind: type[T]) -> T:

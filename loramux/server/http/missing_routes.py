@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from loramux.server.errors import METHOD_NOT_ALLOWED, ErrorShape, error_response
+from loramux.server.http.routes import Route
+from loramux.server.http.table import RouteTable, methods_of
 
 NOT_FOUND = HTTPException(404)
 MAX_CHARACTERS = 100
@@ -21,21 +22,21 @@ class MissingRoutes:
 
     def __init__(
         self,
-        routes: Sequence[Route],
-        shapes: Mapping[str, ErrorShape],
+        table: RouteTable,
+        served: Iterable[Route],
         *,
         prefixes: Mapping[str, ErrorShape],
         closed: Mapping[str, str],
     ) -> None:
-        """`shapes`: the shape of errors by method and path, `prefixes`: by the beginning of a path;
-        `closed`: path -> what opens it."""
-        self._routes = routes
+        """`served`: the routes that do not refuse; `prefixes`: the shape of errors by the beginning
+        of a path; `closed`: path -> what opens it."""
+        self._table = table
         self._shapes: dict[str, ErrorShape] = {}
-        for key, shape in shapes.items():
-            self._shapes.setdefault(key.partition(" ")[2], shape)
+        for route in served:
+            self._shapes.setdefault(route.path, route.shape)
         self._prefixes = prefixes
         self._closed = closed
-        self._paths = sorted({route.path for route in routes})
+        self._paths = sorted({route.path for route in table.routes})
 
     def shape_of(self, path: str) -> ErrorShape:
         found = self._shapes.get(path)
@@ -48,7 +49,7 @@ class MissingRoutes:
     def explain(self, scope: Scope, error: HTTPException) -> HTTPException:
         """Return the error of a missing route with what to do; other errors as they are."""
         if error.status_code == METHOD_NOT_ALLOWED:
-            allowed = self._methods(scope)
+            allowed = self._table.methods(scope["path"])
             detail = f"{self._shown(scope)} is not allowed. Send {_either(allowed)}."
             return HTTPException(METHOD_NOT_ALLOWED, detail, {"allow": ", ".join(allowed)})
         if error.status_code != NOT_FOUND.status_code or error.detail != NOT_FOUND.detail:
@@ -59,7 +60,7 @@ class MissingRoutes:
 
     def _instead(self, scope: Scope) -> str:
         path = scope["path"]
-        allowed = self._methods(scope)
+        allowed = self._table.methods(path)
         if allowed:
             return f"Send {_either(allowed)}."
         opened_by = self._closed.get(path.rstrip("/"))
@@ -69,15 +70,13 @@ class MissingRoutes:
         if not near:
             return "GET /openapi.json lists all routes."
         methods = {
-            m for route in self._routes if route.path == near[0] for m in route.methods or ()
+            method
+            for route in self._table.routes
+            if route.path == near[0]
+            for method in methods_of(route)
         }
         method = scope["method"] if scope["method"] in methods else sorted(methods)[0]
         return f"Did you mean {method} {near[0].replace(':path', '')}?"
-
-    def _methods(self, scope: Scope) -> list[str]:
-        """The methods of all routes that match the path."""
-        matching = [one for one in self._routes if one.matches(scope)[0] is not Match.NONE]
-        return sorted({method for route in matching for method in route.methods or ()})
 
     def _shown(self, scope: Scope) -> str:
         path = scope["path"]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import compile_path
 
+from loramux import __version__
 from loramux.capacity.plan import MemoryPlan
 from loramux.http_server.error_body import ErrorBody
 from loramux.receipts.receipt import Receipt
 from loramux.server.http.body import PiecewiseResponse
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Handler, Operation, Route
 from loramux.types.replica_report import ResidencyReport
 from loramux.wire.accounts import (
     AuditList,
@@ -75,6 +77,25 @@ from loramux.wire.text import (
     TokenizeRequest,
     VersionReport,
 )
+
+TITLE = "loramux"
+DESCRIPTION = "Many LoRA adapters on one base model, mixed in one batch."
+METHODS = ("GET", "HEAD")
+# Both load a viewer from a content delivery network, and the document beside them.
+SWAGGER_PAGE = """<!doctype html>
+<title>loramux: API</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
+<div id="api"></div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#api", deepLinking: true})</script>
+"""
+REDOC_PAGE = """<!doctype html>
+<title>loramux: API</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<redoc spec-url="openapi.json"></redoc>
+<script src="https://cdn.jsdelivr.net/npm/redoc@2/bundles/redoc.standalone.js"></script>
+"""
 
 STRUCTS = (
     *(ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion),
@@ -136,10 +157,10 @@ OF_GENERATION = (*OF_A_BODY, 408, 422, 429)
 OF_A_CHANGE = (*OF_A_BODY, 403, 408, 409, 422, 429, 502, 507)
 
 
-def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
-    """Keyword arguments of a route that generates, complete or as server-sent events."""
+def generating(request: type[Any], answer: type[Any]) -> Operation:
+    """Describe a route that generates, complete or as server-sent events."""
     documented = _route(answer, OF_GENERATION, body=request)
-    documented["responses"][200]["content"]["text/event-stream"] = {
+    documented["responses"]["200"]["content"]["text/event-stream"] = {
         "schema": {
             "description": "Chunks as `data:` lines, then `[DONE]`; or an error, and the end."
         }
@@ -147,10 +168,10 @@ def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
     return documented
 
 
-def uploading(request: type[Any], answer: type[Any], *files: str) -> dict[str, Any]:
-    """Keyword arguments of a route that generates from files, in a form or as base64 in JSON."""
+def uploading(request: type[Any], answer: type[Any], *files: str) -> Operation:
+    """Describe a route that generates from files, in a form or as base64 in JSON."""
     documented = generating(request, answer)
-    content = documented["openapi_extra"]["requestBody"]["content"]
+    content = documented["requestBody"]["content"]
     binary = {name: {"type": "string", "format": "binary"} for name in files}
     content["multipart/form-data"] = {
         "schema": {"type": "object", "properties": {"prompt": {"type": "string"}, **binary}}
@@ -158,20 +179,20 @@ def uploading(request: type[Any], answer: type[Any], *files: str) -> dict[str, A
     return documented
 
 
-def pooling(request: type[Any], answer: type[Any]) -> dict[str, Any]:
-    """Keyword arguments of a route that returns vectors or scores."""
+def pooling(request: type[Any], answer: type[Any]) -> Operation:
+    """Describe a route that returns vectors or scores."""
     return _route(answer, OF_GENERATION, body=request)
 
 
-def taking(request: type[Any], answer: type[Any]) -> dict[str, Any]:
+def taking(request: type[Any], answer: type[Any]) -> Operation:
     return _route(answer, OF_A_BODY, body=request)
 
 
-def changing(request: type[Any], answer: type[Any], path_name: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of a route that changes the registry."""
+def changing(request: type[Any], answer: type[Any], path_name: str | None = None) -> Operation:
+    """Describe a route that changes the registry."""
     documented = _route(answer, OF_A_CHANGE, body=request)
     if path_name is not None:
-        documented["openapi_extra"]["parameters"] = [_in_path(path_name)]
+        documented["parameters"] = [_in_path(path_name)]
     return documented
 
 
@@ -184,23 +205,24 @@ def answering(
     *statuses: int,
     path_name: str | None = None,
     parameters: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+) -> Operation:
     documented = _route(answer, (*statuses, 500))
     shown = list(parameters)
     if path_name is not None:
         shown.append(_in_path(path_name))
     if shown:
-        documented["openapi_extra"]["parameters"] = shown
+        documented["parameters"] = shown
     return documented
 
 
-def health_answers(*parameters: dict[str, Any]) -> dict[str, Any]:
+def health_answers(*parameters: dict[str, Any]) -> Operation:
     documented = _route(HealthReport, (500,))
-    documented["responses"][503] = {
+    documented["responses"]["503"] = {
         "description": "Requests are not accepted now.",
         "content": _json_content(HealthReport),
     }
-    documented["openapi_extra"]["parameters"] = list(parameters)
+    if parameters:
+        documented["parameters"] = list(parameters)
     return documented
 
 
@@ -232,68 +254,91 @@ def residency_parameters() -> tuple[dict[str, Any], ...]:
     )
 
 
-def text_answer() -> dict[str, Any]:
+def text_answer() -> Operation:
     documented = _route(None, (500,))
-    documented["responses"][200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    documented["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     return documented
 
 
-def install_openapi(app: FastAPI, extend: Callable[[dict[str, Any]], None]) -> None:
-    """Set the document of the application; `extend` adds the routes of other servers' APIs."""
+class OpenApi:
+    """The document of an application, and the pages that show it."""
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = _document(app)
-            extend(document)
-            app.openapi_schema = document
-        return app.openapi_schema
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        *,
+        servers: Sequence[dict[str, str]],
+        extend: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`extend` adds the routes of other servers' APIs."""
+        self._routes = routes
+        self._servers = list(servers)
+        self._extend = extend
+        self._encoded: dict[str, bytes] = {}
 
-    app.openapi = openapi  # type: ignore[method-assign]
-    encoded: dict[str, bytes] = {}
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        info = {"title": TITLE, "description": DESCRIPTION, "version": __version__}
+        document: dict[str, Any] = {"openapi": "3.1.0", "info": info}
+        if self._servers:
+            document["servers"] = self._servers
+        paths: dict[str, dict[str, Any]] = {}
+        for route in self._routes:
+            if route.operation is not None:
+                path = compile_path(route.path)[1]
+                operations = paths.setdefault(path, {})
+                operations |= {method.lower(): _described(route) for method in route.methods}
+        _, components = msgspec.json.schema_components(
+            STRUCTS, ref_template="#/components/schemas/{name}"
+        )
+        document |= {"paths": paths, "components": {"schemas": components}}
+        self._extend(document)
+        return document
 
-    async def get_document(request: Request) -> Response:
-        prefix = request.scope.get("root_path", "")
-        if prefix not in encoded:
+    def routes(self) -> list[Route]:
+        pages = {"/docs": SWAGGER_PAGE, "/redoc": REDOC_PAGE}
+        found = [
+            Route(path=path, handler=_page(html), methods=METHODS) for path, html in pages.items()
+        ]
+        return [Route(path="/openapi.json", handler=self._get, methods=METHODS), *found]
+
+    async def _get(self, call: Call) -> Response:
+        prefix = call.scope.get("root_path", "")
+        if prefix not in self._encoded:
             servers = {"servers": [{"url": prefix}]} if prefix else {}
-            encoded[prefix] = msgspec.json.encode({**app.openapi(), **servers})
-        return PiecewiseResponse(encoded[prefix], media_type="application/json")
-
-    # FastAPI's own route encodes the document, of 150 KB, for each request.
-    routes = app.router.routes
-    index = next(i for i, one in enumerate(routes) if getattr(one, "path", "") == app.openapi_url)
-    routes[index] = Route(str(app.openapi_url), get_document, include_in_schema=False)
+            self._encoded[prefix] = msgspec.json.encode({**self.document, **servers})
+        return PiecewiseResponse(self._encoded[prefix], media_type="application/json")
 
 
-def _document(app: FastAPI) -> dict[str, Any]:
-    document = get_openapi(
-        title=app.title,
-        version=app.version,
-        description=app.description,
-        routes=app.routes,
-        servers=app.servers,
-    )
-    _, components = msgspec.json.schema_components(
-        STRUCTS, ref_template="#/components/schemas/{name}"
-    )
-    document["components"] = {"schemas": components}
-    return document
+def _page(html: str) -> Handler:
+    async def show(_: Call) -> Response:
+        return HTMLResponse(html)
+
+    return show
 
 
-def _route(
-    answer: Any, statuses: tuple[int, ...], *, body: type[Any] | None = None
-) -> dict[str, Any]:
-    responses: dict[int, dict[str, Any]] = {200: {"description": "The reply."}}
+def _described(route: Route) -> Operation:
+    assert route.operation is not None
+    described = {"tags": [route.tag], "summary": route.name.replace("_", " ").title()}
+    text = inspect.getdoc(route.handler)
+    if text:
+        described["description"] = text
+    return {**described, "operationId": route.name, **route.operation}
+
+
+def _route(answer: Any, statuses: tuple[int, ...], *, body: type[Any] | None = None) -> Operation:
+    responses: dict[str, dict[str, Any]] = {"200": {"description": "The reply."}}
     if answer is not None:
-        responses[200]["content"] = _json_content(answer)
+        responses["200"]["content"] = _json_content(answer)
     for status in statuses:
-        responses[status] = {"description": WHEN[status], "content": _json_content(ErrorBody)}
-    extra: dict[str, Any] = {}
+        error = {"description": WHEN[status], "content": _json_content(ErrorBody)}
+        responses[str(status)] = error
+    operation: Operation = {"responses": responses}
     if body is not None:
         content = _json_content(body)
         content["application/json"]["example"] = EXAMPLES[body]
-        extra["requestBody"] = {"required": True, "content": content}
-    # No response_model: handlers return bytes that msgspec has encoded.
-    return {"responses": responses, "openapi_extra": extra, "response_model": None}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
 
 
 def _json_content(kind: Any) -> dict[str, Any]:

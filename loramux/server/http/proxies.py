@@ -10,8 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from loramux.config.access import Network
-
-_STATE = "is_trusted_proxy"
+from loramux.server.http.call import facts_of
 
 
 class ForwardedMiddleware:
@@ -30,7 +29,7 @@ class ForwardedMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope.setdefault("state", {})[_STATE] = self._trusts(scope)
+        facts_of(scope).from_trusted_proxy = self._trusts(scope)
         await self._forwarded(scope, receive, send)
 
     def _trusts(self, scope: Scope) -> bool:
@@ -46,4 +45,4 @@ class ForwardedMiddleware:
 
 def is_from_trusted_proxy(http: HTTPConnection) -> bool:
     """Whether the peer of the connection itself is a trusted proxy."""
-    return bool(http.scope.get("state", {}).get(_STATE))
+    return facts_of(http.scope).from_trusted_proxy

@@ -6,8 +6,9 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux.server.http.call import CallFacts, facts_of
 
 RECEIPT_HEADER = "x-loramux-receipt"
 TOOLS_HEADER = "x-loramux-tools"
@@ -19,13 +20,6 @@ CID_HEADER = "x-loramux-cid"
 TIER_HEADER = "x-loramux-tier"
 """The slowest tier of these adapters when the request arrived."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-
-
-def add_warning(http: Request, text: str) -> None:
-    """Add a warning to the headers of the answer, also of a stream."""
-    warnings: list[str] = getattr(http.state, "warnings", [])
-    if text not in warnings:
-        http.state.warnings = [*warnings, text]
 
 
 def header_text(text: str) -> str:
@@ -45,25 +39,29 @@ class RequestIdMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        facts = facts_of(scope)
+        facts.request_id = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if (receipt_id := state.get("receipt_id")) is not None:
-                    headers[RECEIPT_HEADER] = receipt_id
-                if (found := state.get("found_in_tiers")) is not None:
-                    headers[CID_HEADER] = ",".join(cid for cid, _ in found)
-                    if found:
-                        headers[TIER_HEADER] = min(tier for _, tier in found).name.lower()
-                if (admission := state.get("admission")) is not None:
-                    headers.update(admission.headers())
-                if (notes := state.get("tool_notes")) is not None:
-                    headers[TOOLS_HEADER] = notes
-                if (warnings := state.get("warnings")) is not None:
-                    headers[WARNING_HEADER] = header_text("; ".join(warnings))
+                _add_headers(facts, headers)
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def _add_headers(facts: CallFacts, headers: MutableHeaders) -> None:
+    if facts.receipt_id is not None:
+        headers[RECEIPT_HEADER] = facts.receipt_id
+    if facts.tiers is not None:
+        headers[CID_HEADER] = ",".join(cid for cid, _ in facts.tiers)
+        if facts.tiers:
+            headers[TIER_HEADER] = min(tier for _, tier in facts.tiers).name.lower()
+    if facts.limits is not None:
+        headers.update(facts.limits())
+    if facts.tool_notes is not None:
+        headers[TOOLS_HEADER] = facts.tool_notes
+    if facts.warnings:
+        headers[WARNING_HEADER] = header_text("; ".join(facts.warnings))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import Caller
 from loramux.server.generate.selection import ModelReference, check_base, find_named, select
 from loramux.server.images.context import ImageContext
 from loramux.server.images.names import Chosen, UnknownAdapter
 from loramux.server.naming.names import NamedAdapter, Selected, check_distinct
+from loramux.types.caller import Caller
 from loramux.types.composition import check_count, check_weights
 
 

@@ -10,20 +10,20 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
-from starlette.requests import Request as HttpRequest
 
 from loramux.backend.images import FinishedImage, ImageForm, ImageUpdate
 from loramux.errors import EngineBusy, EngineStopped, RateLimited
 from loramux.metrics.traffic import CountedAdapter
 from loramux.receipts.receipt import Receipt, ServedImage, ServingStatus
-from loramux.server.auth.caller import Caller, known_caller
 from loramux.server.auth.quotas import Admission
 from loramux.server.generate.generation import resubmitting
 from loramux.server.generate.receipt_draft import MS_PER_S, ReceiptDraft, refusing
+from loramux.server.http.call import Call
 from loramux.server.images.context import ImageContext
 from loramux.server.images.infotext import PARAMETERS_KEY, RECEIPT_KEY, TypedWords, infotext
 from loramux.server.images.names import Chosen
 from loramux.server.naming.names import Selected
+from loramux.types.caller import Caller
 from loramux.types.image import ImageRequest
 from loramux.types.request import FinishReason, Selection
 
@@ -70,10 +70,10 @@ class ImageDraft(ReceiptDraft):
 
 
 @contextmanager
-def image_draft(context: ImageContext, http: HttpRequest) -> Iterator[ImageDraft]:
+def image_draft(context: ImageContext, http: Call) -> Iterator[ImageDraft]:
     """The draft of a receipt; an error inside the context is a refusal."""
     issuer = context.receipts
-    draft = ImageDraft(issuer, context.base_identity, known_caller(http))
+    draft = ImageDraft(issuer, context.base_identity, http.known_caller)
     with refusing(draft, issuer, http):
         yield draft
 
@@ -87,7 +87,7 @@ class Drawing:
     requests: Sequence[ImageRequest]
     chosen: Chosen
     form: ImageForm
-    http: HttpRequest | None = None
+    http: Call | None = None
     """Gets the headers of the answer: the receipt, its adapters and limits."""
     draft: ImageDraft | None = None
     """The receipt; None: one is made here."""
@@ -109,11 +109,11 @@ class Drawing:
         self.requests = [msgspec.structs.replace(one, **shares) for one in self.requests]
         if self.http is not None:
             if context.receipts.is_on:
-                self.http.state.receipt_id = self.draft.id
+                self.http.facts.receipt_id = self.draft.id
             tier_of = context.backend.residency.tier_of
             # Empty for the base, so that routers learn that the name means it.
             found = [(cid, tier_of(cid)) for cid, _ in self.requests[0].selection]
-            self.http.state.found_in_tiers = found
+            self.http.facts.tiers = found
 
     async def draw(self) -> list[FinishedImage]:
         """Draws all images together; if one fails, the others are ended."""
@@ -179,8 +179,8 @@ class Drawing:
     def _admission(self) -> Admission | None:
         context, caller = self.context, self.caller
         admission = context.quotas.open(context.tenant_of(caller), caller.key_id)
-        if self.http is not None:
-            self.http.state.admission = admission
+        if self.http is not None and admission is not None:
+            self.http.facts.limits = admission.headers
         return admission
 
     def _finish(self, images: list[FinishedImage]) -> None:

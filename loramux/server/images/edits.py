@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
 from loramux.server.http.body import convert, decode, read_body, read_upload
+from loramux.server.http.call import Call
 from loramux.server.http.multipart import MULTIPART, Form, media_type, parse_form
 from loramux.server.http.openapi import uploading
+from loramux.server.http.routes import Route, Routes
 from loramux.server.images.context import ImageContext
 from loramux.server.images.drawing import image_draft
 from loramux.server.images.near_misses import check_names, names_in
@@ -26,11 +26,11 @@ _LISTS = ("adapters", "adapter_weights")
 _OBJECTS = ("lora", "loras", "image_loras")
 
 
-def edit_routes(context: ImageContext) -> APIRouter:
-    router = APIRouter(tags=["images"])
+def edit_routes(context: ImageContext) -> list[Route]:
+    routes = Routes("images")
 
-    @router.post("/v1/images/edits", **uploading(JsonImageEdit, ImagesReply, "image", "mask"))
-    async def edit(request: Request) -> Response:
+    @routes.post("/v1/images/edits", uploading(JsonImageEdit, ImagesReply, "image", "mask"))
+    async def edit(request: Call) -> Response:
         """Draws images that begin with one of the client's, as a form or with base64 in JSON.
 
         With a mask, its transparent pixels are drawn anew, or its white ones if it has no alpha
@@ -42,10 +42,10 @@ def edit_routes(context: ImageContext) -> APIRouter:
             drawing = await make_drawing(context, body, request, draft, source)
             return await answer(request, drawing, body, "image_edit")
 
-    return router
+    return routes.found
 
 
-async def _read(request: Request, max_bytes: int) -> tuple[ImageEdit, SourceImage]:
+async def _read(request: Call, max_bytes: int) -> tuple[ImageEdit, SourceImage]:
     content_type = request.headers.get("content-type", "")
     if media_type(content_type) == "application/json":
         raw = await read_body(request, max_bytes)

@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend.images import FinishedImage, ImageForm
 from loramux.config.images import parse_size
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import caller_of
 from loramux.server.http.body import decode, json_response, read_body
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating
+from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import Events, named_event, stream_events, until_gone
 from loramux.server.images.choice import choose
 from loramux.server.images.context import ImageContext
@@ -41,11 +40,11 @@ _ACCEPTED: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
-def openai_routes(context: ImageContext) -> APIRouter:
-    router = APIRouter(tags=["images"])
+def openai_routes(context: ImageContext) -> list[Route]:
+    routes = Routes("images")
 
-    @router.post("/v1/images/generations", **generating(ImageGeneration, ImagesReply))
-    async def generate(request: Request) -> Response:
+    @routes.post("/v1/images/generations", generating(ImageGeneration, ImagesReply))
+    async def generate(request: Call) -> Response:
         """Draws images; with `stream` as server-sent events with partial images."""
         context.require_ready()
         with image_draft(context, request) as draft:
@@ -55,11 +54,11 @@ def openai_routes(context: ImageContext) -> APIRouter:
             drawing = await make_drawing(context, body, request, draft)
             return await answer(request, drawing, body)
 
-    return router
+    return routes.found
 
 
 async def answer(
-    request: Request, drawing: Drawing, body: ImageGeneration, kind: str = "image_generation"
+    request: Call, drawing: Drawing, body: ImageGeneration, kind: str = "image_generation"
 ) -> Response:
     """Draws the images; `kind` begins the names of events."""
     if body.stream:
@@ -71,12 +70,12 @@ async def answer(
 async def make_drawing(
     context: ImageContext,
     body: ImageGeneration,
-    http: Request,
+    http: Call,
     draft: ImageDraft,
     source: SourceImage | None = None,
 ) -> Drawing:
     """Checks a body and makes the requests of its images; their seeds follow one another."""
-    caller = caller_of(http)
+    caller = http.caller
     for name, values in _ACCEPTED.items():
         if getattr(body, name) not in values:
             allowed = " or ".join(str(value) for value in values if value) or "nothing"

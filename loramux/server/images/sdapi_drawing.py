@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
-
 from loramux import __version__
 from loramux.backend.images import ImageCard, ImageForm, ImageUpdate
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import Caller, caller_of
+from loramux.server.http.call import Call
 from loramux.server.images.choice import choose
 from loramux.server.images.context import ImageContext
 from loramux.server.images.drawing import Drawing, ImageDraft
@@ -29,6 +27,7 @@ from loramux.server.images.sdapi_words import (
     read_words,
 )
 from loramux.server.images.sources import check_files, decode_base64
+from loramux.types.caller import Caller
 from loramux.types.image import ImageRequest, SourceImage
 from loramux.wire.images import MAX_IMAGES, SdDrawing, SdProgress, SdProgressState
 
@@ -50,10 +49,10 @@ class SdAsked:
 
 
 async def make_drawing(
-    context: ImageContext, body: SdDrawing, http: Request, draft: ImageDraft
+    context: ImageContext, body: SdDrawing, http: Call, draft: ImageDraft
 ) -> SdAsked:
     """Checks a body and makes the requests of its images; their seeds follow one another."""
-    caller, card = caller_of(http), context.backend.card
+    caller, card = http.caller, context.backend.card
     check_scripts(body.alwayson_scripts or {})
     prompt = read_prompt(body.prompt)
     words = read_words(card, prompt, body.negative_prompt or "")

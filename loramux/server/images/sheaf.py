@@ -7,18 +7,17 @@ import secrets
 import uuid
 from typing import Any
 
-from fastapi import APIRouter
 from msgspec import msgpack
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend.host import Health
 from loramux.backend.images import FinishedImage, ImageForm
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import caller_of
-from loramux.server.errors import error_info, set_error_shape, shaped_response
+from loramux.server.errors import error_info, shaped_response
 from loramux.server.http.body import decode, json_response, read_body
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import Events, StreamForm, event, stream_events, until_gone
 from loramux.server.images.choice import choose_deployed
 from loramux.server.images.context import ImageContext
@@ -32,12 +31,6 @@ from loramux.wire.images import SheafEdit, SheafPredict, SheafReply
 
 SheafBody = SheafPredict | SheafEdit
 UNPROCESSABLE = 422
-SHEAF_ROUTES = (
-    "GET /{name}/health",
-    "GET /{name}/ready",
-    "POST /{name}/predict",
-    "POST /{name}/stream",
-)
 
 
 def sheaf_error(error: Exception) -> Response:
@@ -52,45 +45,42 @@ def sheaf_error(error: Exception) -> Response:
     return shaped_response(error, body, status)
 
 
-def sheaf_routes(context: ImageContext) -> APIRouter:
-    router = APIRouter(tags=["sheaf"])
+def sheaf_routes(context: ImageContext) -> list[Route]:
+    routes = Routes("sheaf", shape=sheaf_error)
 
-    def require_deployment(name: str) -> None:
+    def deployment(request: Call) -> str:
+        name: str = request.path_params["name"]
         if name not in context.names.base_names:
             raise HTTPException(404, f"No deployment named '{name}'")
+        return name
 
-    @router.get("/{name}/health", include_in_schema=False)
-    async def health(name: str, request: Request) -> Response:
-        set_error_shape(request, sheaf_error)
-        require_deployment(name)
-        return json_response({"status": "ok", "model": name})
+    @routes.get("/{name}/health")
+    async def health(request: Call) -> Response:
+        return json_response({"status": "ok", "model": deployment(request)})
 
-    @router.get("/{name}/ready", include_in_schema=False)
-    async def ready(name: str, request: Request) -> Response:
-        set_error_shape(request, sheaf_error)
-        require_deployment(name)
+    @routes.get("/{name}/ready")
+    async def ready(request: Call) -> Response:
+        name = deployment(request)
         if context.backend.health is not Health.READY:
             raise HTTPException(503, "not ready")
         return json_response({"status": "ready", "model": name})
 
-    @router.post("/{name}/predict", include_in_schema=False)
-    async def predict(name: str, request: Request) -> Response:
-        set_error_shape(request, sheaf_error)
-        require_deployment(name)
+    @routes.post("/{name}/predict")
+    async def predict(request: Call) -> Response:
+        name = deployment(request)
         with image_draft(context, request) as draft:
             body, drawing = await _read(context, name, request, draft)
             (image,) = await until_gone(request, drawing.draw())
             return json_response(_reply(body, drawing, image))
 
-    @router.post("/{name}/stream", include_in_schema=False)
-    async def stream(name: str, request: Request) -> Response:
-        set_error_shape(request, sheaf_error)
-        require_deployment(name)
+    @routes.post("/{name}/stream")
+    async def stream(request: Call) -> Response:
+        name = deployment(request)
         with image_draft(context, request) as draft:
             body, drawing = await _read(context, name, request, draft)
             return await stream_events(request, _events(body, drawing), _STREAM)
 
-    return router
+    return routes.found
 
 
 def _error_event(error: Exception) -> bytes:
@@ -101,10 +91,10 @@ _STREAM = StreamForm(on_error=_error_event)
 
 
 async def _read(
-    context: ImageContext, name: str, request: Request, draft: ImageDraft
+    context: ImageContext, name: str, request: Call, draft: ImageDraft
 ) -> tuple[SheafBody, Drawing]:
     context.require_ready()
-    caller = caller_of(request)
+    caller = request.caller
     kind: Any = SheafBody
     raw = await read_body(request, context.max_body_bytes)
     body: SheafBody = decode(raw, kind)

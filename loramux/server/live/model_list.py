@@ -8,10 +8,10 @@ from loramux.backend.text import ModelCard
 from loramux.base.threads import QUERIES
 from loramux.errors import AdapterNotFound
 from loramux.registry.records import Resolved
-from loramux.server.auth.caller import Caller
 from loramux.server.context import HostContext
 from loramux.server.generate.near_names import MAX_LISTED
 from loramux.server.naming.view import View
+from loramux.types.caller import Caller
 from loramux.wire.text import ModelEntry
 
 

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from starlette.requests import Request
-
 from loramux.errors import QuotaExceeded
 from loramux.registry.audit import Action, Event
 from loramux.server.auth.audit import audited
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
+from loramux.server.http.call import Call
 from loramux.types.limits import LIMITS, Limits
 
 LIMIT = "pinned_pages"
 
 
 async def pin(
-    context: HostContext, http: Request, name: str, cids: Sequence[str], *, pinned: bool
+    context: HostContext, http: Call, name: str, cids: Sequence[str], *, pinned: bool
 ) -> None:
     """Pins or unpins the adapters of a name; raises QuotaExceeded and pins none over a limit."""
     action = Action.PIN if pinned else Action.UNPIN
-    tenant = context.tenant_of(caller_of(http))
+    tenant = context.tenant_of(http.caller)
     event = Event(action, tenant, name, {"cids": list(cids)})
     async with audited(context.database, http, event), context.pins.lock:
         owners = list(_owners(context, http))
         if pinned:
             await _check(context, owners, cids)
         names = [owner for owner, _ in owners]
-        is_operator = caller_of(http).is_operator
+        is_operator = http.caller.is_operator
         for cid in cids:
             # A tenant ends its own pin; the same content may be pinned by another.
             if pinned or is_operator or not context.pins.is_held_by_others(names, cid):
@@ -66,8 +64,8 @@ async def _check(
             )
 
 
-def _owners(context: HostContext, http: Request) -> Iterator[tuple[str, Limits]]:
-    caller = caller_of(http)
+def _owners(context: HostContext, http: Call) -> Iterator[tuple[str, Limits]]:
+    caller = http.caller
     tenant = context.tenant_of(caller)
     yield f"The tenant {tenant}", context.quotas.settings_of(tenant).limits
     if caller.key_id is not None:

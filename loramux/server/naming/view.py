@@ -21,7 +21,7 @@ from loramux.registry.names import (
     parse_name_reference,
 )
 from loramux.registry.records import VersionRecipe
-from loramux.server.auth.caller import ANONYMOUS, Caller
+from loramux.types.caller import ANONYMOUS, Caller
 
 LOCAL_SOURCE = "local"
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.base.threads import QUERIES
 from loramux.errors import InvalidRequest
 from loramux.registry.audit import MAX_LIMIT, Action
 from loramux.registry.usage_report import days_between, to_csv, usage_row
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
+from loramux.server.http.routes import Route, Routes
 from loramux.wire.accounts import AuditList, UsageList
 
 DEFAULT_LIMIT = 100
 FORMATS = ("json", "csv")
 
 
-def account_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["accounts"])
+def account_routes(context: HostContext) -> list[Route]:
+    routes = Routes("accounts")
 
-    @router.get("/v1/usage", **answering(UsageList, 400, 404, 503, parameters=_OF_USAGE))
-    async def list_usage(request: Request) -> Response:
+    @routes.get("/v1/usage", answering(UsageList, 400, 404, 503, parameters=_OF_USAGE))
+    async def list_usage(request: Call) -> Response:
         """Adds up requests and tokens by day, tenant, key and adapter, as receipts say."""
         registry, query = context.require_registry().registry, request.query_params
         since_day, until_day = days_between(query.get("since"), query.get("until"))
@@ -41,8 +40,8 @@ def account_routes(context: HostContext) -> APIRouter:
             return Response(await QUERIES.run(to_csv, found), media_type="text/csv")
         return json_response(UsageList(data=[usage_row(one) for one in found]))
 
-    @router.get("/v1/audit", **answering(AuditList, 400, 404, 503, parameters=_OF_AUDIT))
-    async def list_audit(request: Request) -> Response:
+    @routes.get("/v1/audit", answering(AuditList, 400, 404, 503, parameters=_OF_AUDIT))
+    async def list_audit(request: Call) -> Response:
         """Lists entries of the audit log, the newest first."""
         registry, query = context.require_registry().registry, request.query_params
         action = query.get("action")
@@ -57,12 +56,12 @@ def account_routes(context: HostContext) -> APIRouter:
         )
         return json_response(AuditList(data=[one.to_dict() for one in found]))
 
-    return router
+    return routes.found
 
 
-def _tenant(context: HostContext, request: Request) -> str | None:
+def _tenant(context: HostContext, request: Call) -> str | None:
     """The tenant whose usage may be shown: a tenant's key sees its own."""
-    caller, asked = caller_of(request), request.query_params.get("tenant")
+    caller, asked = request.caller, request.query_params.get("tenant")
     if caller.is_operator:
         return asked
     own = context.tenant_of(caller)

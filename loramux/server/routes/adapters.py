@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.structs import replace
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.identity import CID_PREFIX
@@ -19,12 +17,13 @@ from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.metrics.traffic import AdapterTraffic, Traffic
 from loramux.registry.names import AdapterName, NameReference, parse_adapter_name, parse_version
 from loramux.registry.records import CatalogEntry, Resolved, VersionRecipe
-from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
 from loramux.server.generate.selection import find_named
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
+from loramux.server.http.routes import Route, Routes
 from loramux.server.live.adapter_list import matching, with_stored
 from loramux.server.live.pinning import pin
 from loramux.server.live.registry_entries import registry_entry
@@ -32,6 +31,7 @@ from loramux.server.live.warming import warm_up
 from loramux.server.naming.names import GivenName, NamedAdapter, full_name
 from loramux.server.naming.view import View
 from loramux.server.routes.status import YES
+from loramux.types.caller import Caller
 from loramux.types.composition import compose
 from loramux.types.modality import Modality
 from loramux.wire.registry import RegistryEntry
@@ -44,45 +44,45 @@ ORDERS = (ADDED, BUSIEST)
 MAX_STORED = 100_000
 
 
-def adapter_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["adapters"])
+def adapter_routes(context: HostContext) -> list[Route]:
+    routes = Routes("adapters")
     pinning = answering(AdapterEntry, 400, 404, 503, path_name="name")
 
-    @router.get("/v1/adapters", **answering(AdapterList, 400, 503, parameters=_list_parameters()))
-    async def list_adapters(request: Request) -> Response:
+    @routes.get("/v1/adapters", answering(AdapterList, 400, 503, parameters=_list_parameters()))
+    async def list_adapters(request: Call) -> Response:
         """Lists every adapter once, with all its names, its tier and its usage."""
         return await _list(context, request)
 
-    @router.post("/v1/adapters/{name:path}/pin", **pinning)
-    async def pin_adapter(request: Request) -> Response:
+    @routes.post("/v1/adapters/{name:path}/pin", pinning)
+    async def pin_adapter(request: Call) -> Response:
         """Protects an adapter from eviction from the device once it is resident there."""
         return await _pin(context, request, pinned=True)
 
-    @router.delete("/v1/adapters/{name:path}/pin", **pinning)
-    async def unpin_adapter(request: Request) -> Response:
+    @routes.delete("/v1/adapters/{name:path}/pin", pinning)
+    async def unpin_adapter(request: Call) -> Response:
         """Allows the eviction of an adapter again."""
         return await _pin(context, request, pinned=False)
 
-    @router.post(
+    @routes.post(
         "/v1/adapters/{name:path}/warm",
-        **answering(AdapterEntry, 400, 404, 408, 422, 429, 502, 503, path_name="name"),
+        answering(AdapterEntry, 400, 404, 408, 422, 429, 502, 503, path_name="name"),
     )
-    async def warm_adapter(request: Request) -> Response:
+    async def warm_adapter(request: Call) -> Response:
         """Loads an adapter and generates a token with it, so that it is resident afterwards."""
         name = request.path_params["name"]
-        caller = caller_of(request)
+        caller = request.caller
         host = await context.host_for(name, context.view_of(caller))
         found = await _find(host, name, caller)
         await warm_up(host, compose((one.cid, one.weight) for one in found))
         return json_response(await _entry(context, _listed_cid(found), name, caller))
 
-    @router.get(
+    @routes.get(
         "/v1/adapters/{name:path}",
-        **answering((AdapterEntry, RegistryEntry), 400, 404, 503, path_name="name"),
+        answering((AdapterEntry, RegistryEntry), 400, 404, 503, path_name="name"),
     )
-    async def get_adapter(request: Request) -> Response:
+    async def get_adapter(request: Call) -> Response:
         """Returns residency and usage; for a name of the registry its versions and aliases."""
-        name, caller = request.path_params["name"], caller_of(request)
+        name, caller = request.path_params["name"], request.caller
         view, host = context.view_of(caller), context.host_with(name)
         given = host.names.find(name) if view.sees_given(name) else None
         if given is not None and given.cid is None:
@@ -97,13 +97,13 @@ def adapter_routes(context: HostContext) -> APIRouter:
             raise _unknown(name)
         return json_response(await _entry(context, cid, name, caller))
 
-    return router
+    return routes.found
 
 
-async def _list(context: HostContext, request: Request) -> Response:
+async def _list(context: HostContext, request: Call) -> Response:
     order, limit = _order(request), _count(request, "limit")
     offset = _count(request, "offset") or 0
-    caller = caller_of(request)
+    caller = request.caller
     entries = await _entries(context, caller)
     if request.query_params.get("stored", "").lower() in YES:
         entries = with_stored(entries, await _catalog(context, context.view_of(caller)))
@@ -137,8 +137,8 @@ def _is_seen(view: View, adapter: AdapterName, version: str) -> bool:
     return view.is_whole or view.allows(NameReference(adapter, parse_version(version)))
 
 
-async def _pin(context: HostContext, request: Request, *, pinned: bool) -> Response:
-    name, caller = request.path_params["name"], caller_of(request)
+async def _pin(context: HostContext, request: Call, *, pinned: bool) -> Response:
+    name, caller = request.path_params["name"], request.caller
     host = await context.host_for(name, context.view_of(caller))
     found = await _find(host, name, caller)
     await pin(host, request, name, [adapter.cid for adapter in found], pinned=pinned)
@@ -318,14 +318,14 @@ def _unknown(name: str) -> NotServed:
     return NotServed(f"The adapter `{name}` does not exist.", param="name")
 
 
-def _order(request: Request) -> str:
+def _order(request: Call) -> str:
     order = request.query_params.get("order", ADDED)
     if order not in ORDERS:
         raise InvalidRequest(f"order must be {' or '.join(ORDERS)}, got {order!r}.", param="order")
     return order
 
 
-def _count(request: Request, param: str) -> int | None:
+def _count(request: Call, param: str) -> int | None:
     text = request.query_params.get(param)
     if text is None:
         return None

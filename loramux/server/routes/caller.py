@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
+from loramux.server.http.routes import Route, Routes
 from loramux.wire.caller import CallerReport
 
 
-def caller_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["status"])
+def caller_routes(context: HostContext) -> list[Route]:
+    routes = Routes("status")
 
-    @router.get("/v1/caller", **answering(CallerReport, 401))
-    async def caller(request: Request) -> Response:
+    @routes.get("/v1/caller", answering(CallerReport, 401))
+    async def caller(request: Call) -> Response:
         """The tenant and the scopes of the key, and what the server offers."""
-        found = caller_of(request)
+        found = request.caller
         name, _ = context.base_identity()
         report = CallerReport(
             tenant=context.tenant_of(found),
@@ -39,4 +38,4 @@ def caller_routes(context: HostContext) -> APIRouter:
         response.headers["cache-control"] = "no-store"
         return response
 
-    return router
+    return routes.found

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import AdapterNotFound, InvalidRequest
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
+from loramux.server.http.routes import Route, Routes
 from loramux.server.naming.view import View
 
 
-def doctor_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["adapters"])
+def doctor_routes(context: HostContext) -> list[Route]:
+    routes = Routes("adapters")
 
-    @router.get(
+    @routes.get(
         "/v1/doctor/{name:path}",
-        **answering(dict[str, Any], 400, 404, 502, 503, path_name="name"),
+        answering(dict[str, Any], 400, 404, 502, 503, path_name="name"),
     )
-    async def examine_adapter(request: Request) -> Response:
+    async def examine_adapter(request: Call) -> Response:
         """The report of `loramux doctor --json` on an adapter, which is read for it."""
         name = request.path_params["name"]
-        view = context.view_of(caller_of(request))
+        view = context.view_of(request.caller)
         host = await context.host_for(name, view)
         host.require_ready()
         folder = await _folder(host, name, view)
         return json_response(await host.backend.examine_adapter(folder))
 
-    return router
+    return routes.found
 
 
 async def _folder(context: HostContext, name: str, view: View) -> str:

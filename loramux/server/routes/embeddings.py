@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.server.context import Context
@@ -20,7 +18,9 @@ from loramux.server.generate.embeddings import (
     split_input,
 )
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import pooling
+from loramux.server.http.routes import Route, Routes
 from loramux.types.pooling import Pooling
 from loramux.wire.pooling import (
     EmbeddingData,
@@ -33,16 +33,16 @@ from loramux.wire.pooling import (
 )
 
 
-def embedding_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["Embeddings"])
+def embedding_routes(context: Context) -> list[Route]:
+    routes = Routes("Embeddings")
 
-    @router.post("/v1/embeddings", **pooling(EmbeddingRequest, EmbeddingList))
-    async def create_embeddings(request: Request) -> Response:
+    @routes.post("/v1/embeddings", pooling(EmbeddingRequest, EmbeddingList))
+    async def create_embeddings(request: Call) -> Response:
         """Returns the embedding of each input, by the base or by adapters."""
         return await answer_embeddings(context, request)
 
-    @router.post("/pooling", **pooling(PoolingRequest, PoolingList))
-    async def create_pooling(request: Request) -> Response:
+    @routes.post("/pooling", pooling(PoolingRequest, PoolingList))
+    async def create_pooling(request: Call) -> Response:
         """Returns the embedding of each input, or the scores of a sequence classifier."""
         body = await read_fields(context, request, PoolingRequest, generates=False)
         inputs = Inputs(texts=split_input(body.input), dimensions=body.dimensions)
@@ -55,10 +55,10 @@ def embedding_routes(context: Context) -> APIRouter:
         ]
         return json_response(PoolingList(data=data, **reply_fields(found)))
 
-    return router
+    return routes.found
 
 
-async def answer_embeddings(context: Context, request: Request) -> Response:
+async def answer_embeddings(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, EmbeddingRequest, generates=False)
     inputs = Inputs(texts=split_input(body.input), dimensions=body.dimensions)
     found = await embeddings(context, request, body, inputs)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.server.context import Context
@@ -17,7 +15,9 @@ from loramux.server.generate.requests import read_generation_body, resolve_reque
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.selection import ModelReference, combination_of
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating
+from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import stream_events, until_gone
 from loramux.server.routes.openai import chat_events, complete_chat
 from loramux.wire.text import ChatCompletion, FimRequest
@@ -25,11 +25,11 @@ from loramux.wire.text import ChatCompletion, FimRequest
 FIM = RouteKind(id_prefix="fim", prompt_param="prompt", default_max_tokens=None)
 
 
-def fim_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["Mistral"])
+def fim_routes(context: Context) -> list[Route]:
+    routes = Routes("Mistral")
 
-    @router.post("/v1/fim/completions", **generating(FimRequest, ChatCompletion))
-    async def fill_hole(request: Request) -> Response:
+    @routes.post("/v1/fim/completions", generating(FimRequest, ChatCompletion))
+    async def fill_hole(request: Call) -> Response:
         """Generates the text between two others, complete or as a stream of chunks."""
         with receipt_draft(context.receipts, context.base_identity, request) as draft:
             generation = await _open_fim(context, request, draft)
@@ -39,10 +39,10 @@ def fim_routes(context: Context) -> APIRouter:
         choices, usage = await until_gone(request, collect(generation, deltas))
         return json_response(complete_chat(generation, choices, usage, codec))
 
-    return router
+    return routes.found
 
 
-async def _open_fim(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
+async def _open_fim(context: Context, http: Call, draft: ReceiptDraft) -> Generation:
     body, raw = await read_generation_body(context, http, FimRequest)
     if body.seed is None:
         body.seed = body.random_seed

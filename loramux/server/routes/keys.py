@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.base.threads import QUERIES
@@ -15,11 +13,13 @@ from loramux.registry.access import AccessRecords
 from loramux.registry.audit import Action, Event
 from loramux.registry.keys import KeyRecord, KeyRights, NewKey
 from loramux.server.auth.audit import actor_of, recording_refusal
-from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import Forbidden
 from loramux.server.http.body import json_response, read_json
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering, changing
+from loramux.server.http.routes import Route, Routes
+from loramux.types.caller import Caller
 from loramux.wire.accounts import KeyEntry, KeyList, KeyRequest, NewKeyEntry, RotateRequest
 
 _TENANT = {
@@ -31,27 +31,27 @@ _TENANT = {
 }
 
 
-def key_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["accounts"])
+def key_routes(context: HostContext) -> list[Route]:
+    routes = Routes("accounts")
 
-    @router.get("/v1/keys", **answering(KeyList, 400, 404, 503, parameters=[_TENANT]))
-    async def list_keys(request: Request) -> Response:
+    @routes.get("/v1/keys", answering(KeyList, 400, 404, 503, parameters=[_TENANT]))
+    async def list_keys(request: Call) -> Response:
         """Lists keys with their rights, without their secrets."""
         access = context.require_registry().registry.access
-        tenant = _tenant(caller_of(request), request.query_params.get("tenant"))
+        tenant = _tenant(request.caller, request.query_params.get("tenant"))
         found = await QUERIES.run(lambda: access.keys(tenant=tenant))
         return json_response(KeyList(data=[_entry(context, key) for key in found]))
 
-    @router.post("/v1/keys", **changing(KeyRequest, NewKeyEntry))
-    async def create_key(request: Request) -> Response:
+    @routes.post("/v1/keys", changing(KeyRequest, NewKeyEntry))
+    async def create_key(request: Call) -> Response:
         """Makes a key; the answer is the only one with its text."""
         return await _create(context, request)
 
-    @router.delete("/v1/keys/{key_id}", **answering(KeyEntry, 403, 404, 503, path_name="key_id"))
-    async def revoke_key(request: Request) -> Response:
+    @routes.delete("/v1/keys/{key_id}", answering(KeyEntry, 403, 404, 503, path_name="key_id"))
+    async def revoke_key(request: Call) -> Response:
         """Makes a key invalid for ever."""
         access, key_id = _records(context, request), request.path_params["key_id"]
-        event = Event(Action.KEY_REVOKE, caller_of(request).tenant, key_id)
+        event = Event(Action.KEY_REVOKE, request.caller.tenant, key_id)
         async with recording_refusal(context.database, request, event):
             tenant = _manager(request).confined_to
             await QUERIES.run(lambda: access.revoke_key(key_id, tenant=tenant))
@@ -59,12 +59,12 @@ def key_routes(context: HostContext) -> APIRouter:
         found = context.require_registry().access.keys[key_id]
         return json_response(_entry(context, found))
 
-    @router.post("/v1/keys/{key_id}/rotate", **changing(RotateRequest, NewKeyEntry, "key_id"))
-    async def rotate_key(request: Request) -> Response:
+    @routes.post("/v1/keys/{key_id}/rotate", changing(RotateRequest, NewKeyEntry, "key_id"))
+    async def rotate_key(request: Call) -> Response:
         """Makes a key with the same rights and limits, and ends the old one."""
         access, key_id = _records(context, request), request.path_params["key_id"]
         body, _ = await read_json(request, RotateRequest, max_bytes=context.options.max_body_bytes)
-        event = Event(Action.KEY_ROTATE, caller_of(request).tenant, key_id)
+        event = Event(Action.KEY_ROTATE, request.caller.tenant, key_id)
         async with recording_refusal(context.database, request, event):
             manager = _manager(request)
             new = await QUERIES.run(
@@ -77,13 +77,13 @@ def key_routes(context: HostContext) -> APIRouter:
             )
         return await _new_key(context, new)
 
-    return router
+    return routes.found
 
 
-async def _create(context: HostContext, request: Request) -> Response:
+async def _create(context: HostContext, request: Call) -> Response:
     access = _records(context, request)
     body, _ = await read_json(request, KeyRequest, max_bytes=context.options.max_body_bytes)
-    event = Event(Action.KEY_CREATE, body.tenant or caller_of(request).tenant, "")
+    event = Event(Action.KEY_CREATE, body.tenant or request.caller.tenant, "")
     async with recording_refusal(context.database, request, event):
         manager = _manager(request)
         rights = KeyRights(
@@ -104,13 +104,13 @@ async def _create(context: HostContext, request: Request) -> Response:
     return await _new_key(context, new)
 
 
-def _records(context: HostContext, request: Request) -> AccessRecords:
+def _records(context: HostContext, request: Call) -> AccessRecords:
     return context.require_registry().registry.acting(actor_of(request)).access
 
 
-def _manager(request: Request) -> Caller:
+def _manager(request: Call) -> Caller:
     """The caller, who may change keys; raises Forbidden."""
-    caller = caller_of(request)
+    caller = request.caller
     if caller.key_id is None:
         # From the first key on, requests need one: no caller may lock the others out.
         raise Forbidden(

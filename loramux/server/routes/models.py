@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
+from loramux.server.http.routes import Route, Routes
 from loramux.server.live.model_list import host_entries, list_models, registry_entry
+from loramux.types.caller import Caller
 from loramux.wire.text import ModelEntry, ModelList
 
 
-def model_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+def model_routes(context: HostContext) -> list[Route]:
+    routes = Routes("OpenAI")
 
-    @router.get("/v1/models", **answering(ModelList, 503))
-    async def models(request: Request) -> Response:
+    @routes.get("/v1/models", answering(ModelList, 503))
+    async def models(request: Call) -> Response:
         """Lists the names that a request may put into `model`."""
-        return await answer_models(context, caller_of(request))
+        return await answer_models(context, request.caller)
 
-    @router.get(
-        "/v1/models/{model_id:path}", **answering(ModelEntry, 400, 404, 503, path_name="model_id")
+    @routes.get(
+        "/v1/models/{model_id:path}", answering(ModelEntry, 400, 404, 503, path_name="model_id")
     )
-    async def get_model(request: Request) -> Response:
-        model_id, view = request.path_params["model_id"], context.view_of(caller_of(request))
+    async def get_model(request: Call) -> Response:
+        model_id, view = request.path_params["model_id"], context.view_of(request.caller)
         entry: ModelEntry | None = None
         for host in context.hosts:
             host.require_known()
@@ -37,7 +37,7 @@ def model_routes(context: HostContext) -> APIRouter:
             raise NotServed(f"The model `{model_id}` does not exist.", param="model")
         return json_response(entry)
 
-    return router
+    return routes.found
 
 
 async def answer_models(context: HostContext, caller: Caller) -> Response:

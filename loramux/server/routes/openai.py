@@ -7,9 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
-from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend.text import Delta, TextCodec
@@ -46,7 +44,9 @@ from loramux.server.generate.token_reports import (
 )
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating
+from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.types.request import TokenLogprob
 from loramux.types.sampling import SamplingParams
@@ -137,18 +137,18 @@ CHAT = RouteKind(
 )
 
 
-def chat_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+def chat_routes(context: Context) -> list[Route]:
+    routes = Routes("OpenAI")
 
-    @router.post("/v1/chat/completions", **generating(ChatRequest, ChatCompletion))
-    async def create_chat_completion(request: Request) -> Response:
+    @routes.post("/v1/chat/completions", generating(ChatRequest, ChatCompletion))
+    async def create_chat_completion(request: Call) -> Response:
         """Generates the next message of a conversation, complete or as a stream of chunks."""
         return await answer_chat(context, request)
 
-    return router
+    return routes.found
 
 
-async def answer_chat(context: Context, request: Request) -> Response:
+async def answer_chat(context: Context, request: Call) -> Response:
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         generation = await _open_chat(context, request, draft)
     codec = generation.request.codec
@@ -162,7 +162,7 @@ async def answer_chat(context: Context, request: Request) -> Response:
     )
 
 
-async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
+async def _open_chat(context: Context, http: Call, draft: ReceiptDraft) -> Generation:
     body, raw = await read_generation_body(context, http, ChatRequest)
     reference = openai_reference(context, body)
     draft.asked = str(reference) or None
@@ -197,7 +197,7 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
         codec=codec,
         base=context.backend.codec,
     )
-    http.state.tool_notes = plan.notes
+    http.facts.tool_notes = plan.notes
     request = replace(
         request,
         params=plan.reply.constrain(request.params),
@@ -324,18 +324,18 @@ COMPLETION = RouteKind(
 )
 
 
-def completion_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+def completion_routes(context: Context) -> list[Route]:
+    routes = Routes("OpenAI")
 
-    @router.post("/v1/completions", **generating(CompletionRequest, Completion))
-    async def create_completion(request: Request) -> Response:
+    @routes.post("/v1/completions", generating(CompletionRequest, Completion))
+    async def create_completion(request: Call) -> Response:
         """Continues one or several prompts, complete or as a stream of chunks."""
         return await answer_completion(context, request)
 
-    return router
+    return routes.found
 
 
-async def answer_completion(context: Context, request: Request) -> Response:
+async def answer_completion(context: Context, request: Call) -> Response:
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         generation, writers = await _open_completion(context, request, draft)
     deltas = run(context, generation)
@@ -349,7 +349,7 @@ async def answer_completion(context: Context, request: Request) -> Response:
 
 
 async def _open_completion(
-    context: Context, http: Request, draft: ReceiptDraft
+    context: Context, http: Call, draft: ReceiptDraft
 ) -> tuple[Generation, list[ChoiceWriter]]:
     body, raw = await read_generation_body(context, http, CompletionRequest)
     reference = openai_reference(context, body, prompts=body.prompt)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.packed.paged import RANK_BLOCK
@@ -24,14 +22,16 @@ from loramux.capacity.plan import (
 from loramux.capacity.planner import plan_memory
 from loramux.config.fields import parse_bytes
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.generate.selection import find_named
 from loramux.server.http.body import json_response, read_json
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import taking
+from loramux.server.http.routes import Route, Routes
 from loramux.server.live.fitting import planned_base
 from loramux.server.naming.names import NamedAdapter
+from loramux.types.caller import Caller
 from loramux.wire.text import PlanRequest
 
 MAX_NAMES = 20
@@ -42,24 +42,24 @@ MAX_TARGET_CHARACTERS = 10_000
 DEFAULT_TARGETS = "q,k,v,o"
 
 
-def plan_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["adapters"])
+def plan_routes(context: Context) -> list[Route]:
+    routes = Routes("adapters")
 
-    @router.post("/v1/adapters/plan", **taking(PlanRequest, MemoryPlan))
-    async def plan_adapters(request: Request) -> Response:
+    @routes.post("/v1/adapters/plan", taking(PlanRequest, MemoryPlan))
+    async def plan_adapters(request: Call) -> Response:
         """Computes how many adapters fit in each tier, hit rates, evictions and advice."""
         max_bytes = context.options.max_body_bytes
         body, _ = await read_json(request, PlanRequest, max_bytes=max_bytes)
         context.require_ready()
         card = context.backend.card
-        measured = await _measure(context, body, caller_of(request))
+        measured = await _measure(context, body, request.caller)
         base, fleet, budgets = planned_base(card), _fleet(body, measured), _budgets(body, card)
         plan = await PLANS.run(plan_memory, base, fleet, budgets)
         uses = await context.backend.adapter_uses()
         evicted = would_evict(plan, context.backend.stats, uses, _names(context))
         return json_response(msgspec.structs.replace(plan, evicted_now=evicted))
 
-    return router
+    return routes.found
 
 
 def would_evict(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.identity import CID_PREFIX
@@ -16,11 +14,12 @@ from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.receipts.receipt import Receipt, ServingStatus
 from loramux.registry.names import parse_name_reference
 from loramux.registry.records import ReceiptFilter
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
+from loramux.server.http.routes import Route, Routes
 from loramux.server.naming.view import View, unknown_adapter
 from loramux.wire.caller import ReceiptKey
 from loramux.wire.text import ReceiptList
@@ -28,21 +27,21 @@ from loramux.wire.text import ReceiptList
 DEFAULT_LIMIT = 100
 
 
-def receipt_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["receipts"])
+def receipt_routes(context: HostContext) -> list[Route]:
+    routes = Routes("receipts")
 
-    @router.get("/v1/receipts", **answering(ReceiptList, 400, 404, 503, parameters=_parameters()))
-    async def list_receipts(request: Request) -> Response:
+    @routes.get("/v1/receipts", answering(ReceiptList, 400, 404, 503, parameters=_parameters()))
+    async def list_receipts(request: Call) -> Response:
         """Lists receipts, newest first, or slowest first with `slow_ms`."""
         registry = context.require_registry().registry
-        view = context.view_of(caller_of(request))
+        view = context.view_of(request.caller)
         given = await _given_cids(context, request.query_params.get("adapter"), view)
         wanted = await QUERIES.run(_filter, context, request, given, view)
         found = await QUERIES.run(registry.find_receipts, wanted)
         return json_response(ReceiptList(data=[dict(receipt.body) for receipt in found]))
 
-    @router.get("/v1/receipts/key", **answering(ReceiptKey, 404))
-    async def get_receipt_key() -> Response:
+    @routes.get("/v1/receipts/key", answering(ReceiptKey, 404))
+    async def get_receipt_key(_: Call) -> Response:
         """The public key that verifies the receipts of this server."""
         key = context.receipts.key
         if key is None:
@@ -52,11 +51,11 @@ def receipt_routes(context: HostContext) -> APIRouter:
         public = key.public_key()
         return json_response(ReceiptKey(key_id=key_id_of(public), public_key=public_pem(public)))
 
-    @router.get("/v1/receipts/{receipt_id}", **answering(Receipt, 404, 503, path_name="receipt_id"))
-    async def get_receipt(request: Request) -> Response:
+    @routes.get("/v1/receipts/{receipt_id}", answering(Receipt, 404, 503, path_name="receipt_id"))
+    async def get_receipt(request: Call) -> Response:
         receipt_id = request.path_params["receipt_id"]
         registry = context.require_registry().registry
-        view = context.view_of(caller_of(request))
+        view = context.view_of(request.caller)
         tenant = view.tenant if view.is_confined else None
         writer = context.receipts.writer
         pending = None if writer is None else writer.find(receipt_id)
@@ -67,7 +66,7 @@ def receipt_routes(context: HostContext) -> APIRouter:
             raise NotServed(f"There is no receipt `{receipt_id}`.", param="receipt_id")
         return json_response(dict(stored.body))
 
-    return router
+    return routes.found
 
 
 async def _given_cids(
@@ -84,7 +83,7 @@ async def _given_cids(
 
 
 def _filter(
-    context: HostContext, request: Request, given: tuple[str, ...] | None, view: View
+    context: HostContext, request: Call, given: tuple[str, ...] | None, view: View
 ) -> ReceiptFilter:
     query = request.query_params
     tenant = query.get("tenant")

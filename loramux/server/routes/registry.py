@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.recipe import CombinationOptions, check_options, check_weights
@@ -20,10 +18,11 @@ from loramux.registry.names import AdapterName, CidReference, parse_adapter_name
 from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
 from loramux.server.auth.audit import actor_of, recording_refusal
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.http.body import json_response, read_json
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering, changing
+from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import stream_events
 from loramux.server.live.push_stream import EVENT_STREAM, Report, no_report, progress_events
 from loramux.server.live.registry_entries import alias_entry
@@ -51,11 +50,11 @@ from loramux.wire.registry import (
 T = TypeVar("T")
 
 
-def registry_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["registry"])
+def registry_routes(context: HostContext) -> list[Route]:
+    routes = Routes("registry")
 
-    @router.post("/v1/adapters", **changing(PushRequest, PushedEntry))
-    async def push_adapter(request: Request) -> Response:
+    @routes.post("/v1/adapters", changing(PushRequest, PushedEntry))
+    async def push_adapter(request: Call) -> Response:
         """Copies an adapter into the store under a name and a version, or stores a recipe.
 
         With `Accept: text/event-stream` the answer is its progress, and then the result.
@@ -63,7 +62,7 @@ def registry_routes(context: HostContext) -> APIRouter:
         registry = context.require_registry()
         body = await _read(context, request, PushRequest)
         library = registry.library.acting(actor_of(request))
-        view = context.view_of(caller_of(request))
+        view = context.view_of(request.caller)
         event = Event(Action.PUSH, _tenant_in(body.reference, view), body.reference)
 
         async def push(progress: Report) -> PushedEntry:
@@ -76,14 +75,14 @@ def registry_routes(context: HostContext) -> APIRouter:
             return await stream_events(request, progress_events(push))
         return json_response(await push(no_report))
 
-    @router.delete(
-        "/v1/adapters/{name:path}", **answering(Removed, 400, 404, 409, 503, path_name="name")
+    @routes.delete(
+        "/v1/adapters/{name:path}", answering(Removed, 400, 404, 409, 503, path_name="name")
     )
-    async def remove_adapter(request: Request) -> Response:
+    async def remove_adapter(request: Call) -> Response:
         """Removes a version (name@1.4.2), an alias (name@prod), or the adapter with all of them."""
         registry = context.require_registry()
         reference = request.path_params["name"]
-        view = context.view_of(caller_of(request))
+        view = context.view_of(request.caller)
         event = Event(Action.DELETE, _tenant_in(reference, view), reference)
         async with recording_refusal(context.database, request, event):
             parsed = view.parse(reference)
@@ -91,13 +90,13 @@ def registry_routes(context: HostContext) -> APIRouter:
         registry.forget([parsed.adapter])
         return json_response(Removed(id=reference))
 
-    _add_alias_routes(router, context)
-    return router
+    _add_alias_routes(routes, context)
+    return routes.found
 
 
-def _add_alias_routes(router: APIRouter, context: HostContext) -> None:
-    @router.post("/v1/adapters/{name:path}/promote", **changing(PromoteRequest, AliasEntry, "name"))
-    async def promote_adapter(request: Request) -> Response:
+def _add_alias_routes(routes: Routes, context: HostContext) -> None:
+    @routes.post("/v1/adapters/{name:path}/promote", changing(PromoteRequest, AliasEntry, "name"))
+    async def promote_adapter(request: Call) -> Response:
         """Moves an alias to a version; running requests finish on the old one."""
         body = await _read(context, request, PromoteRequest)
         change = _AliasChange(context, request)
@@ -108,8 +107,8 @@ def _add_alias_routes(router: APIRouter, context: HostContext) -> None:
             )
         )
 
-    @router.post("/v1/adapters/{name:path}/split", **changing(SplitRequest, AliasEntry, "name"))
-    async def split_adapter(request: Request) -> Response:
+    @routes.post("/v1/adapters/{name:path}/split", changing(SplitRequest, AliasEntry, "name"))
+    async def split_adapter(request: Call) -> Response:
         """Splits the requests of an alias among versions; a user always gets the same one."""
         body = await _read(context, request, SplitRequest)
         change = _AliasChange(context, request)
@@ -120,10 +119,8 @@ def _add_alias_routes(router: APIRouter, context: HostContext) -> None:
             )
         )
 
-    @router.post(
-        "/v1/adapters/{name:path}/rollback", **changing(RollbackRequest, AliasEntry, "name")
-    )
-    async def rollback_adapter(request: Request) -> Response:
+    @routes.post("/v1/adapters/{name:path}/rollback", changing(RollbackRequest, AliasEntry, "name"))
+    async def rollback_adapter(request: Call) -> Response:
         """Moves an alias back to its previous state."""
         body = await _read(context, request, RollbackRequest)
         change = _AliasChange(context, request)
@@ -144,11 +141,11 @@ REVISION_HEADER = "x-loramux-revision"
 class _AliasChange:
     """A change of one alias of the adapter in the path."""
 
-    def __init__(self, context: HostContext, request: Request) -> None:
+    def __init__(self, context: HostContext, request: Call) -> None:
         self._context = context
         self._registry: RegistryAdapters = context.require_registry()
         self._request = request
-        view = context.view_of(caller_of(request))
+        view = context.view_of(request.caller)
         home = view.tenant if view.is_confined else context.receipts.home_tenant
         adapter = parse_adapter_name(request.path_params["name"], home_tenant=home)
         self._name = view.parse(str(adapter)).adapter
@@ -175,7 +172,7 @@ class _AliasChange:
         state = await QUERIES.run(change, registry, str(self._name))
         self._registry.forget([self._name])
         response = json_response(alias_entry(state))
-        # A router waits until every replica reports it.
+        # A routes waits until every replica reports it.
         response.headers[REVISION_HEADER] = str(await QUERIES.run(registry.revision))
         return response
 
@@ -274,6 +271,6 @@ def _pushed_entry(pushed: Pushed) -> PushedEntry:
     )
 
 
-async def _read(context: HostContext, request: Request, kind: type[T]) -> T:
+async def _read(context: HostContext, request: Call, kind: type[T]) -> T:
     body, _ = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
     return body

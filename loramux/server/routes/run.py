@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend.text import TextCodec
@@ -29,7 +27,9 @@ from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.selection import ModelReference, combination_of
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating
+from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.naming.names import Selected
 from loramux.types.composition import sum_text
@@ -42,11 +42,11 @@ RUN = RouteKind(
 )
 
 
-def run_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["artifacts"])
+def run_routes(context: Context) -> list[Route]:
+    routes = Routes("artifacts")
 
-    @router.post("/v1/run", **generating(RunRequest, RunAnswer))
-    async def run_artifact(request: Request) -> Response:
+    @routes.post("/v1/run", generating(RunRequest, RunAnswer))
+    async def run_artifact(request: Call) -> Response:
         """Runs an artifact of the registry, or an adapter by its name, on an input."""
         with receipt_draft(context.receipts, context.base_identity, request) as draft:
             generation = await _open_run(context, request, draft)
@@ -66,10 +66,10 @@ def run_routes(context: Context) -> APIRouter:
             )
         )
 
-    return router
+    return routes.found
 
 
-async def _open_run(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
+async def _open_run(context: Context, http: Call, draft: ReceiptDraft) -> Generation:
     body, raw = await read_generation_body(context, http, RunRequest)
     reference = ModelReference(
         body.artifact,

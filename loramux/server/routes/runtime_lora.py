@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loramux.adapters.identity import CID_PREFIX
@@ -27,10 +25,11 @@ from loramux.errors import (
 from loramux.http_server.error_body import ErrorInfo
 from loramux.registry.audit import Action, Event
 from loramux.server.auth.audit import audited
-from loramux.server.auth.caller import caller_of
 from loramux.server.context import HostContext
 from loramux.server.errors import NotJson
 from loramux.server.http.body import json_response, read_body
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route, Routes
 from loramux.server.live.warming import warm_up
 from loramux.server.naming.local_sources import check_size, local_folder
 from loramux.sources.parse import is_remote
@@ -81,14 +80,14 @@ class VllmError(Exception):
         )
 
 
-def runtime_lora_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["vLLM"])
+def runtime_lora_routes(context: HostContext) -> list[Route]:
+    routes = Routes("vLLM")
     if not context.options.allow_runtime_lora_updating:
-        return router
+        return routes.found
     locks = context.name_locks
 
-    @router.post("/v1/load_lora_adapter", include_in_schema=False)
-    async def load_lora_adapter(request: Request) -> Response:
+    @routes.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: Call) -> Response:
         try:
             asked = await _read(context, request, LoadRequest)
             async with locks.held(asked.lora_name):
@@ -97,7 +96,7 @@ def runtime_lora_routes(context: HostContext) -> APIRouter:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
-    async def unload_lora_adapter(request: Request) -> Response:
+    async def unload_lora_adapter(request: Call) -> Response:
         try:
             asked = await _read(context, request, UnloadRequest)
             async with locks.held(asked.lora_name):
@@ -106,19 +105,14 @@ def runtime_lora_routes(context: HostContext) -> APIRouter:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
-    router.add_api_route(
-        "/v1/unload_lora_adapter",
-        unload_lora_adapter,
-        methods=["POST", "DELETE"],
-        include_in_schema=False,
-    )
-    return router
+    routes.add("/v1/unload_lora_adapter", unload_lora_adapter, "POST", "DELETE")
+    return routes.found
 
 
-async def load_named(context: HostContext, http: Request, asked: LoadRequest) -> None:
+async def load_named(context: HostContext, http: Call, asked: LoadRequest) -> None:
     """Loads an adapter under its name; raises VllmError."""
     details = {"source": asked.lora_path}
-    event = Event(Action.LOAD, context.tenant_of(caller_of(http)), asked.lora_name, details)
+    event = Event(Action.LOAD, context.tenant_of(http.caller), asked.lora_name, details)
     async with audited(context.database, http, event):
         event.details["cid"] = await _load(context, asked)
 
@@ -223,9 +217,9 @@ async def _folder(context: HostContext, path: str) -> str:
     return path
 
 
-async def unload_named(context: HostContext, http: Request, name: str) -> None:
+async def unload_named(context: HostContext, http: Call, name: str) -> None:
     """Unloads the adapter of a name; raises VllmError."""
-    event = Event(Action.UNLOAD, context.tenant_of(caller_of(http)), name)
+    event = Event(Action.UNLOAD, context.tenant_of(http.caller), name)
     async with audited(context.database, http, event):
         await _unload(context, name)
 
@@ -259,7 +253,7 @@ def _refused(asked: LoadRequest, error: AdapterRefused) -> VllmError:
     return VllmError(400, "BadRequestError", message)
 
 
-async def _read(context: HostContext, request: Request, kind: type[Any]) -> Any:
+async def _read(context: HostContext, request: Call, kind: type[Any]) -> Any:
     """Decodes the body; raises all field errors at once, in the format of vLLM's validation."""
     try:
         body = await read_body(request, context.options.max_body_bytes)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
@@ -16,7 +14,9 @@ from loramux.server.generate.embeddings import Inputs, scores, split_input
 from loramux.server.generate.generation import RouteKind
 from loramux.server.generate.scores import Pairs, Scored, score_pairs
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import pooling
+from loramux.server.http.routes import Route, Routes
 from loramux.server.routes.embeddings import reply_fields
 from loramux.wire.pooling import (
     Classification,
@@ -36,29 +36,35 @@ SCORE = RouteKind(id_prefix="score", prompt_param="text_2", default_max_tokens=0
 RERANK = RouteKind(id_prefix="rerank", prompt_param="documents", default_max_tokens=0, pools=True)
 
 
-def score_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["Embeddings"])
+def score_routes(context: Context) -> list[Route]:
+    routes = Routes("Embeddings")
 
-    async def score(request: Request) -> Response:
+    async def score(request: Call) -> Response:
         """Returns how well each text_2 fits its text_1."""
         return await answer_score(context, request)
 
-    async def rerank(request: Request) -> Response:
+    async def rerank(request: Call) -> Response:
         """Returns the documents in the order of their scores."""
         return await answer_rerank(context, request)
 
     for path in ("/score", "/v1/score"):
-        router.post(path, name=_name("score", path), **pooling(ScoreRequest, ScoreList))(score)
+        routes.add(
+            path,
+            score,
+            "POST",
+            operation=pooling(ScoreRequest, ScoreList),
+            name=_name("score", path),
+        )
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         name = _name("rerank", path)
-        router.post(path, name=name, **pooling(RerankRequest, RerankAnswer))(rerank)
+        routes.add(path, rerank, "POST", operation=pooling(RerankRequest, RerankAnswer), name=name)
 
-    @router.post("/classify", **pooling(ClassifyRequest, ClassificationList))
-    async def classify(request: Request) -> Response:
+    @routes.post("/classify", pooling(ClassifyRequest, ClassificationList))
+    async def classify(request: Call) -> Response:
         """Returns the label of each input, and the probability of every label."""
         return await answer_classify(context, request)
 
-    return router
+    return routes.found
 
 
 def _name(what: str, path: str) -> str:
@@ -67,7 +73,7 @@ def _name(what: str, path: str) -> str:
     return what if version == what else f"{what}_{version}"
 
 
-async def answer_score(context: Context, request: Request) -> Response:
+async def answer_score(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, ScoreRequest, generates=False)
     scored = await score_pairs(
         context, request, body, _pairs_of(body), SCORE, is_raw=body.use_activation is False
@@ -76,7 +82,7 @@ async def answer_score(context: Context, request: Request) -> Response:
     return json_response(ScoreList(data=data, **reply_fields(scored.pooled)))
 
 
-async def answer_rerank(context: Context, request: Request) -> Response:
+async def answer_rerank(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, RerankRequest, generates=False)
     if body.top_n is not None and body.top_n < 0:
         raise InvalidRequest(f"top_n must be 0 or more, got {body.top_n}.", param="top_n")
@@ -86,7 +92,7 @@ async def answer_rerank(context: Context, request: Request) -> Response:
     return json_response(_ranked(body, texts, scored))
 
 
-async def answer_classify(context: Context, request: Request) -> Response:
+async def answer_classify(context: Context, request: Call) -> Response:
     body = await read_fields(context, request, ClassifyRequest, generates=False)
     inputs = Inputs(
         texts=split_input(body.input), kind=CLASSIFY, is_raw=body.use_activation is False

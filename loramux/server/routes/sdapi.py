@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import caller_of
-from loramux.server.errors import error_info, set_error_shape, shaped_response
+from loramux.server.errors import error_info, shaped_response
 from loramux.server.http.body import convert, decode, json_response, read_body
+from loramux.server.http.call import Call
+from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import until_gone
 from loramux.server.images.context import ImageContext
 from loramux.server.images.drawing import image_draft
@@ -33,14 +32,6 @@ from loramux.wire.images import (
 )
 
 UNPROCESSABLE = 422
-SDAPI_ROUTES = tuple(
-    f"{method} /sdapi/v1/{name}"
-    for method, names in {
-        "POST": ("txt2img", "img2img", "options"),
-        "GET": ("progress", "loras", "sd-models", "samplers", "schedulers", "options"),
-    }.items()
-    for name in names
-)
 _KNOWN = frozenset(SdDrawing.__struct_fields__)
 _FROM_TEXT = _KNOWN - {"init_images", "mask"}
 # Settings that change nothing here.
@@ -61,12 +52,11 @@ def sdapi_error(error: Exception) -> Response:
     return shaped_response(error, body, status)
 
 
-def sdapi_routes(context: ImageContext) -> APIRouter:
-    router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
+def sdapi_routes(context: ImageContext) -> list[Route]:
+    routes = Routes("A1111", prefix="/sdapi/v1", shape=sdapi_error)
     board = SdProgressBoard()
 
-    async def draw(request: Request, *, from_image: bool) -> Response:
-        set_error_shape(request, sdapi_error)
+    async def draw(request: Call, *, from_image: bool) -> Response:
         context.require_ready()
         with image_draft(context, request) as draft:
             body, given = await _read(context, request, from_image=from_image)
@@ -81,33 +71,31 @@ def sdapi_routes(context: ImageContext) -> APIRouter:
             )
             return json_response(reply)
 
-    @router.post("/txt2img", include_in_schema=False)
-    async def txt2img(request: Request) -> Response:
+    @routes.post("/txt2img")
+    async def txt2img(request: Call) -> Response:
         """Draws images; `<lora:name:weight>` in the prompt names adapters."""
         return await draw(request, from_image=False)
 
-    @router.post("/img2img", include_in_schema=False)
-    async def img2img(request: Request) -> Response:
+    @routes.post("/img2img")
+    async def img2img(request: Call) -> Response:
         """Draws images that begin with `init_images`; the white part of `mask` is drawn anew."""
         return await draw(request, from_image=True)
 
-    @router.get("/progress", include_in_schema=False)
-    async def progress(request: Request) -> Response:
+    @routes.get("/progress")
+    async def progress(request: Call) -> Response:
         """How far the images of the caller are that these routes draw now."""
-        set_error_shape(request, sdapi_error)
-        return json_response(board.progress(caller_of(request)))
+        return json_response(board.progress(request.caller))
 
-    _add_lists(router, context)
-    _add_samplers(router, context)
-    _add_options(router, context)
-    return router
+    _add_lists(routes, context)
+    _add_samplers(routes, context)
+    _add_options(routes, context)
+    return routes.found
 
 
-def _add_lists(router: APIRouter, context: ImageContext) -> None:
-    @router.get("/loras", include_in_schema=False)
-    async def loras(request: Request) -> Response:
-        set_error_shape(request, sdapi_error)
-        entries = await list_models(context, caller_of(request))
+def _add_lists(routes: Routes, context: ImageContext) -> None:
+    @routes.get("/loras")
+    async def loras(request: Call) -> Response:
+        entries = await list_models(context, request.caller)
         found = [
             SdLora(
                 name=one.id,
@@ -123,9 +111,8 @@ def _add_lists(router: APIRouter, context: ImageContext) -> None:
         ]
         return json_response(found)
 
-    @router.get("/sd-models", include_in_schema=False)
-    async def sd_models(request: Request) -> Response:
-        set_error_shape(request, sdapi_error)
+    @routes.get("/sd-models")
+    async def sd_models(request: Call) -> Response:
         context.require_ready()
         digest = _digest(context)
         return json_response(
@@ -142,10 +129,9 @@ def _add_lists(router: APIRouter, context: ImageContext) -> None:
         )
 
 
-def _add_samplers(router: APIRouter, context: ImageContext) -> None:
-    @router.get("/samplers", include_in_schema=False)
-    async def samplers(request: Request) -> Response:
-        set_error_shape(request, sdapi_error)
+def _add_samplers(routes: Routes, context: ImageContext) -> None:
+    @routes.get("/samplers")
+    async def samplers(request: Call) -> Response:
         context.require_ready()
         served = served_samplers(context.backend.card)
         return json_response(
@@ -155,9 +141,8 @@ def _add_samplers(router: APIRouter, context: ImageContext) -> None:
             ]
         )
 
-    @router.get("/schedulers", include_in_schema=False)
-    async def schedulers(request: Request) -> Response:
-        set_error_shape(request, sdapi_error)
+    @routes.get("/schedulers")
+    async def schedulers(request: Call) -> Response:
         context.require_ready()
         has_karras = "dpmpp_2m_karras" in context.backend.card.samplers
         return json_response(
@@ -169,10 +154,9 @@ def _add_samplers(router: APIRouter, context: ImageContext) -> None:
         )
 
 
-def _add_options(router: APIRouter, context: ImageContext) -> None:
-    @router.get("/options", include_in_schema=False)
-    async def options(request: Request) -> Response:
-        set_error_shape(request, sdapi_error)
+def _add_options(routes: Routes, context: ImageContext) -> None:
+    @routes.get("/options")
+    async def options(request: Call) -> Response:
         context.require_ready()
         return json_response(
             {
@@ -185,10 +169,9 @@ def _add_options(router: APIRouter, context: ImageContext) -> None:
             }
         )
 
-    @router.post("/options", include_in_schema=False)
-    async def set_options(request: Request) -> Response:
+    @routes.post("/options")
+    async def set_options(request: Call) -> Response:
         """Accepts settings that are in force already, and changes nothing."""
-        set_error_shape(request, sdapi_error)
         context.require_ready()
         raw = await read_body(request, context.max_body_bytes)
         check_settings(context, decode(raw, dict[str, Any]))
@@ -214,7 +197,7 @@ def check_settings(context: ImageContext, settings: Mapping[str, Any]) -> None:
 
 
 async def _read(
-    context: ImageContext, request: Request, *, from_image: bool
+    context: ImageContext, request: Call, *, from_image: bool
 ) -> tuple[SdDrawing, dict[str, Any]]:
     given = decode(await read_body(request, context.max_body_bytes), dict[str, Any])
     check_fields(given, _KNOWN if from_image else _FROM_TEXT | {"denoising_strength"})

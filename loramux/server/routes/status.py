@@ -8,17 +8,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
 from loramux.backend.host import Health
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import Caller, caller_of, known_caller
 from loramux.server.context import HostContext
 from loramux.server.http.body import json_response
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import (
     answering,
     deep_parameter,
@@ -26,8 +24,10 @@ from loramux.server.http.openapi import (
     residency_parameters,
     text_answer,
 )
+from loramux.server.http.routes import Route, Routes
 from loramux.server.live.reports import engine_report
 from loramux.server.live.residency import Residencies
+from loramux.types.caller import Caller
 from loramux.types.replica_report import MAX_WAIT_S, ResidencyReport
 from loramux.wire.text import EngineReport, HealthReport, Liveness, VersionReport
 
@@ -36,58 +36,56 @@ N = TypeVar("N", int, float)
 YES = frozenset({"1", "true", "yes", "on"})
 
 
-def status_routes(context: HostContext) -> APIRouter:
-    router = APIRouter(tags=["status"])
+def status_routes(context: HostContext) -> list[Route]:
+    routes = Routes("status")
     probing = asyncio.Lock()
     residencies = Residencies(context.hosts)
     followed = answering(ResidencyReport, 400, parameters=residency_parameters())
 
-    @router.get("/health", **health_answers(deep_parameter()))
-    async def health(request: Request) -> Response:
+    @routes.get("/health", health_answers(deep_parameter()))
+    async def health(request: Call) -> Response:
         """200 while requests are accepted; `deep` also generates a token and loads an adapter."""
         is_deep = request.query_params.get("deep", "").lower() in YES
         report = _report(context)
         if is_deep and report.status == Health.READY:
             await _probe(context, report, probing)
-            _hide_reason(report, known_caller(request))
+            _hide_reason(report, request.known_caller)
         return _response(report)
 
-    @router.get("/ping", **health_answers())
-    async def ping() -> Response:
+    @routes.get("/ping", health_answers())
+    async def ping(_: Call) -> Response:
         return _response(_report(context))
 
-    for path, methods in (("/health", ["HEAD", "POST"]), ("/ping", ["HEAD", "POST"])):
-        router.add_api_route(
-            path, ping, methods=methods, name=f"other_{path[1:]}", include_in_schema=False
-        )
+    for path in ("/health", "/ping"):
+        routes.add(path, ping, "HEAD", "POST")
 
-    @router.get("/live", **answering(Liveness))
-    async def live() -> Response:
+    @routes.get("/live", answering(Liveness))
+    async def live(_: Call) -> Response:
         """200 as long as this process answers, also while it drains or the engine restarts."""
         return json_response(Liveness())
 
-    router.add_api_route("/live", live, methods=["HEAD"], include_in_schema=False)
+    routes.add("/live", live, "HEAD")
 
-    @router.get("/version", **answering(VersionReport))
-    async def version() -> Response:
+    @routes.get("/version", answering(VersionReport))
+    async def version(_: Call) -> Response:
         return json_response(VersionReport(version=__version__))
 
-    @router.get("/metrics", **text_answer())
-    async def metrics(request: Request) -> Response:
+    @routes.get("/metrics", text_answer())
+    async def metrics(request: Call) -> Response:
         """Metrics in Prometheus' text format; for a key of a tenant its own."""
-        tenant = caller_of(request).confined_to
+        tenant = request.caller.confined_to
         shown = context.metrics
         text = shown.render() if tenant is None else shown.render_tenant(tenant)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/v1/stats", **answering(EngineReport, 503))
-    async def stats() -> Response:
+    @routes.get("/v1/stats", answering(EngineReport, 503))
+    async def stats(_: Call) -> Response:
         """Batch, queue, pages and tiers of the engine."""
         context.require_known()
         return json_response(engine_report(context))
 
-    @router.get("/v1/residency", **followed)
-    async def residency(request: Request) -> Response:
+    @routes.get("/v1/residency", followed)
+    async def residency(request: Call) -> Response:
         """Load, state, and adapters that moved after `since`; waits up to `wait_s` for a move."""
         asked = request.query_params
         since, instance = _number(asked, "since", -1, int), asked.get("instance", "")
@@ -95,7 +93,7 @@ def status_routes(context: HostContext) -> APIRouter:
         await residencies.wait_for_news(since=since, instance=instance, wait_s=wait_s)
         return json_response(residencies.report(since=since, instance=instance))
 
-    return router
+    return routes.found
 
 
 def _hide_reason(report: HealthReport, caller: Caller) -> None:

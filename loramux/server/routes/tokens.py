@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.generate.checked_fields import check_fields
 from loramux.server.generate.prompts import (
@@ -23,8 +20,10 @@ from loramux.server.generate.prompts import (
 )
 from loramux.server.generate.selection import codec_for, select_model, vocab_size_for
 from loramux.server.http.body import decode, json_response, read_body
-from loramux.server.http.endpoint import find_keyed
+from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering, taking
+from loramux.server.http.routes import Route, Routes
+from loramux.types.caller import Caller
 from loramux.wire.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
 BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
@@ -37,15 +36,12 @@ class DescribesTokenizer(Protocol):
     def tokenizer_info(self) -> dict[str, Any]: ...
 
 
-def token_routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["tokens"])
+def token_routes(context: Context) -> list[Route]:
+    routes = Routes("tokens")
 
-    @router.post("/tokenize", **taking(TokenizeRequest, TokenizeAnswer))
-    async def tokenize(request: Request) -> Response:
+    @routes.post("/tokenize", taking(TokenizeRequest, TokenizeAnswer))
+    async def tokenize(request: Call) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
-        other = await find_keyed(request, context.options.max_body_bytes)
-        if other is not None:
-            return await other(request)
         body, num_bytes, named = await _read(context, request, TokenizeRequest)
         codec = named.codec
         answer = await off_loop(
@@ -56,8 +52,8 @@ def token_routes(context: Context) -> APIRouter:
         )
         return json_response(answer)
 
-    @router.post("/detokenize", **taking(DetokenizeRequest, DetokenizeAnswer))
-    async def detokenize(request: Request) -> Response:
+    @routes.post("/detokenize", taking(DetokenizeRequest, DetokenizeAnswer))
+    async def detokenize(request: Call) -> Response:
         """Text of token ids, special tokens included."""
         body, num_bytes, named = await _read(context, request, DetokenizeRequest)
         check_num_tokens_to_decode(len(body.tokens), context.backend.card.max_model_len)
@@ -69,20 +65,20 @@ def token_routes(context: Context) -> APIRouter:
         )
         return json_response(DetokenizeAnswer(prompt=text))
 
-    @router.get(
+    @routes.get(
         "/tokenizer_info",
-        **answering(dict[str, Any], 400, 404, 422, 502, 503, parameters=[_model_parameter()]),
+        answering(dict[str, Any], 400, 404, 422, 502, 503, parameters=[_model_parameter()]),
     )
-    async def tokenizer_info(request: Request) -> Response:
+    async def tokenizer_info(request: Call) -> Response:
         """The tokenizer's settings, for tools that count tokens like this server."""
         context.require_known()
-        named = await _named(context, request.query_params.get("model"), caller_of(request))
+        named = await _named(context, request.query_params.get("model"), request.caller)
         codec, max_model_len = named.codec, context.backend.card.max_model_len
         info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
         known = {"vocab_size": named.vocab_size, "model_max_length": max_model_len}
         return json_response(info | known)
 
-    return router
+    return routes.found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +90,13 @@ class _NamedCodec:
 
 
 async def _read(
-    context: Context, request: Request, kind: type[BodyT]
+    context: Context, request: Call, kind: type[BodyT]
 ) -> tuple[BodyT, int, _NamedCodec]:
     raw = await read_body(request, context.options.max_body_bytes)
     body, num_bytes = decode(raw, kind), len(raw)
     check_fields(context, request, kind, raw, generates=False)
     context.require_known()
-    return body, num_bytes, await _named(context, body.model, caller_of(request))
+    return body, num_bytes, await _named(context, body.model, request.caller)
 
 
 async def _named(context: Context, model: str | None, caller: Caller) -> _NamedCodec:

@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import httpx2
-from fastapi import FastAPI
 
 from loramux.receipts.issuer import ReceiptIssuer
-from loramux.server.app import create_app
+from loramux.server.app import ServerApp, create_app
 from loramux.server.context import ServerOptions
 from tests.unit.server.scripted_backend import ScriptedBackend
 
@@ -23,7 +22,7 @@ COMPLETIONS = "/v1/completions"
 
 def make_app(
     backend: ScriptedBackend | None = None, *, receipts: ReceiptIssuer | None = None, **options: Any
-) -> FastAPI:
+) -> ServerApp:
     """Without arguments: the one application of a test file."""
     if backend is None and receipts is None and not options:
         return plain_app()
@@ -32,7 +31,7 @@ def make_app(
 
 
 @functools.cache
-def plain_app() -> FastAPI:
+def plain_app() -> ServerApp:
     backend = ScriptedBackend()
     return create_app(backend, ServerOptions(), names=backend.names)
 
@@ -45,7 +44,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-def request(app: FastAPI, method: str, path: str, **arguments: Any) -> httpx2.Response:
+def request(app: ServerApp, method: str, path: str, **arguments: Any) -> httpx2.Response:
     async def send() -> httpx2.Response:
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -55,7 +54,7 @@ def request(app: FastAPI, method: str, path: str, **arguments: Any) -> httpx2.Re
     return response
 
 
-def post_each(app: FastAPI, path: str, bodies: Iterable[Any]) -> list[httpx2.Response]:
+def post_each(app: ServerApp, path: str, bodies: Iterable[Any]) -> list[httpx2.Response]:
     async def send() -> list[httpx2.Response]:
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -65,23 +64,23 @@ def post_each(app: FastAPI, path: str, bodies: Iterable[Any]) -> list[httpx2.Res
     return responses
 
 
-def get(app: FastAPI, path: str, **arguments: Any) -> httpx2.Response:
+def get(app: ServerApp, path: str, **arguments: Any) -> httpx2.Response:
     return request(app, "GET", path, **arguments)
 
 
-def post(app: FastAPI, path: str, body: Any = None, **arguments: Any) -> httpx2.Response:
+def post(app: ServerApp, path: str, body: Any = None, **arguments: Any) -> httpx2.Response:
     if isinstance(body, bytes):
         headers = {"content-type": "application/json"}
         return request(app, "POST", path, content=body, headers=headers, **arguments)
     return request(app, "POST", path, json=body, **arguments)
 
 
-def chat(app: FastAPI, text: str = "hi", **fields: Any) -> httpx2.Response:
+def chat(app: ServerApp, text: str = "hi", **fields: Any) -> httpx2.Response:
     messages = [{"role": "user", "content": text}]
     return post(app, CHAT, {"model": "tiny-base", "messages": messages} | fields)
 
 
-def complete(app: FastAPI, prompt: Any = "hi", **fields: Any) -> httpx2.Response:
+def complete(app: ServerApp, prompt: Any = "hi", **fields: Any) -> httpx2.Response:
     return post(app, COMPLETIONS, {"model": "tiny-base", "prompt": prompt} | fields)
 
 
@@ -96,7 +95,7 @@ def events_of(text: str) -> list[Any]:
 class OpenCall:
     """One request under way: what the server sends is taken message by message."""
 
-    def __init__(self, app: FastAPI, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, app: ServerApp, path: str, body: dict[str, Any]) -> None:
         self._app = app
         self._body = json.dumps(body).encode()
         self._path = path

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
-
 from loramux.receipts.issuer import ReceiptIssuer
 from loramux.receipts.receipt import Receipt
 from loramux.receipts.writer import to_record
 from loramux.registry.keys import KeyRights
 from loramux.registry.names import parse_name_reference
 from loramux.registry.registry import Registry
-from loramux.server.app import create_app
+from loramux.server.app import ServerApp, create_app
 from loramux.server.auth.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.context import ServerOptions
 from loramux.server.images.context import ImageModel
@@ -51,7 +49,7 @@ class KeptAtOnce:
 @dataclass(frozen=True)
 class RegistryApp:
     folder: Path
-    app: FastAPI
+    app: ServerApp
     backend: ScriptedBackend
     adapters: RegistryAdapters
     writer: KeptAtOnce

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 from starlette.requests import HTTPConnection
-from starlette.routing import Route
+from starlette.responses import Response
 
 from loramux.errors import LoramuxError
-from loramux.server.app import create_app
-from loramux.server.auth.access import RouteTable, UnlistedRoute
-from loramux.server.auth.caller import ANONYMOUS, Caller
+from loramux.server.app import ServerApp, create_app
 from loramux.server.context import ServerOptions
 from loramux.server.errors import Unauthenticated
+from loramux.server.http.routes import Route
+from loramux.server.http.table import RouteTable, UnlistedRoute, methods_of
 from loramux.server.images.context import ImageModel
 from loramux.types.access import ALL_SCOPES, KeyScope
+from loramux.types.caller import ANONYMOUS, Caller
 from loramux.types.routes import ROUTE_ACCESS
 from tests.unit.server.asgi_client import request
 from tests.unit.server.scripted_backend import ScriptedBackend
@@ -42,7 +42,7 @@ class Fixed:
 
 
 @functools.cache
-def app_for(caller: Caller | LoramuxError) -> FastAPI:
+def app_for(caller: Caller | LoramuxError) -> ServerApp:
     backend = ScriptedBackend()
     options = ServerOptions(allow_runtime_lora_updating=True)
     images = ScriptedImages()
@@ -56,20 +56,19 @@ def app_for(caller: Caller | LoramuxError) -> FastAPI:
 
 
 def all_routes() -> list[tuple[str, str]]:
-    app = app_for(ANONYMOUS)
-    documents = [route for route in app.router.routes if isinstance(route, Route)]
-    routes = [*app.state.all_routes, *documents]
-    return sorted({(method, route.path) for route in routes for method in route.methods})
+    routes = app_for(ANONYMOUS).table.routes
+    return sorted({(method, route.path) for route in routes for method in methods_of(route)})
 
 
 ROUTES = all_routes()
 
 
 def test_a_route_without_an_entry_ends_the_start() -> None:
-    async def handler(_: object) -> None: ...
+    async def handler(_: object) -> Response:
+        return Response()
 
     with pytest.raises(UnlistedRoute, match="PATCH /v1/new"):
-        RouteTable([Route("/v1/new", handler, methods=["PATCH"])], {})
+        RouteTable([Route(path="/v1/new", handler=handler, methods=("PATCH",))])
 
 
 def test_the_table_has_exactly_the_routes_of_the_application() -> None:

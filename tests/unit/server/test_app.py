@@ -69,7 +69,7 @@ def test_requests_may_have_the_prefix_of_a_proxy() -> None:
 
 
 def test_document_lists_exactly_the_routes_that_are_served() -> None:
-    paths = make_app().openapi()["paths"]
+    paths = make_app().document.document["paths"]
     own = {
         (method.upper(), path)
         for path, ways in paths.items()

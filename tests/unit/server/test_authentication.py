@@ -10,12 +10,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI
 
 from loramux.registry.access import AccessSnapshot
 from loramux.registry.keys import KeyRights, NewKey, make_key
 from loramux.registry.registry import Registry
-from loramux.server.app import create_app
+from loramux.server.app import ServerApp, create_app
 from loramux.server.auth.authentication import CredentialAuthenticator, Credentials
 from loramux.server.context import ServerOptions
 from loramux.server.naming.registry_adapters import RegistryAdapters
@@ -37,7 +36,7 @@ def key(**rights: Any) -> NewKey:
 KEY = key(scopes=ALL_SCOPES)
 
 
-def make_app(*keys: NewKey, now: float = NOW, proxies: bool = False, **given: Any) -> FastAPI:
+def make_app(*keys: NewKey, now: float = NOW, proxies: bool = False, **given: Any) -> ServerApp:
     snapshot = AccessSnapshot({one.record.key_id: one.record for one in keys})
     credentials = Credentials(access=lambda: snapshot, has_proxies=proxies, **given)
     backend = ScriptedBackend()
@@ -50,7 +49,7 @@ def make_app(*keys: NewKey, now: float = NOW, proxies: bool = False, **given: An
 
 
 def ask(
-    app: FastAPI,
+    app: ServerApp,
     path: str = "/v1/models",
     headers: Any = None,
     *,

@@ -11,14 +11,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI
 
 from loramux.adapters.combine.cache import CombinationCache
 from loramux.adapters.combine.maker import CombinationMaker
 from loramux.adapters.identity import CID_PREFIX
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import CombinationOptions, Recipe, decode_recipe, make_recipe
-from loramux.server.app import create_app
+from loramux.server.app import ServerApp, create_app
 from loramux.server.context import OnDemand, ServerOptions
 from loramux.server.naming.combinations import Combinations, make_in_child
 from loramux.types.adapter import AdapterCard
@@ -47,7 +46,7 @@ class Scene:
         self.made: list[Recipe] = []
         self.app = self.start()
 
-    def start(self, make: Any = None) -> FastAPI:
+    def start(self, make: Any = None) -> ServerApp:
         combinations = Combinations(self.backend, self.cache, make=make or self.make)
         names = self.backend.names
         return create_app(

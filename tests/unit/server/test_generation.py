@@ -21,7 +21,6 @@ from loramux.errors import (
 )
 from loramux.metrics.server import Metrics
 from loramux.receipts.issuer import ReceiptIssuer
-from loramux.server.auth.caller import ANONYMOUS
 from loramux.server.context import Context, ServerOptions
 from loramux.server.generate.generation import (
     Deltas,
@@ -34,6 +33,7 @@ from loramux.server.generate.generation import run as run_generation
 from loramux.server.generate.receipt_draft import ReceiptDraft
 from loramux.server.generate.sampling import MaxTokens
 from loramux.server.naming.names import AdapterNames, Selected
+from loramux.types.caller import ANONYMOUS
 from loramux.types.request import FinishReason, Request
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import run

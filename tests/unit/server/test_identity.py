@@ -23,10 +23,10 @@ from loramux.errors import InvalidRequest, SourceFailed
 from loramux.launch.serve import make_authenticator
 from loramux.server.auth import identity
 from loramux.server.auth.authentication import CredentialAuthenticator, Credentials
-from loramux.server.auth.caller import Caller
 from loramux.server.auth.identity import IdentityTokens, TokenRules, check_url
 from loramux.server.errors import Unauthenticated
 from loramux.types.access import KeyScope
+from loramux.types.caller import Caller
 from tests.unit.server.asgi_client import request, run
 from tests.unit.server.registry_app import Make
 from tests.unit.server.test_authentication import ask, bearer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.server.auth.access import ROUTE_ACCESS
+from loramux.types.routes import ROUTE_ACCESS
 from tests.unit.server.asgi_client import make_app, request
 from tests.unit.server.registry_app import Make
 

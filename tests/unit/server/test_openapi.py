@@ -38,14 +38,14 @@ def test_no_server_error_and_no_undocumented_answer(case: Any) -> None:
 
 
 def test_every_reference_in_the_document_resolves() -> None:
-    document = make_app().openapi()
+    document = make_app().document.document
     names = document["components"]["schemas"].keys()
     pieces = str(document).split("#/components/schemas/")[1:]
     assert {piece.split("'")[0] for piece in pieces} <= names
 
 
 def test_answers_match_their_documented_shape() -> None:
-    document = make_app().openapi()
+    document = make_app().document.document
     answer = chat(make_app(), logprobs=True, top_logprobs=1).json()
     shape = {"$ref": "#/components/schemas/ChatCompletion", "components": document["components"]}
     validator_for(shape).validate(answer)
@@ -53,10 +53,10 @@ def test_answers_match_their_documented_shape() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_documented_example_is_answered(path: str) -> None:
-    content = make_app().openapi()["paths"][path]["post"]["requestBody"]["content"]
+    content = make_app().document.document["paths"][path]["post"]["requestBody"]["content"]
     assert post(make_app(), path, content["application/json"]["example"]).status_code == 200
 
 
 def test_fields_are_explained_by_name() -> None:
-    properties = make_app().openapi()["components"]["schemas"]["ChatRequest"]["properties"]
+    properties = make_app().document.document["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "adapters", "adapter_weights", "stream_options"} <= properties.keys()

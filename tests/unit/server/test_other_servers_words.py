@@ -252,7 +252,7 @@ def test_no_route_ignores_a_field_of_the_tables(path: str, body: dict[str, Any],
 
 
 def test_every_route_that_computes_is_checked() -> None:
-    paths = make_app(allow_runtime_lora_updating=True).openapi()["paths"]
+    paths = make_app(allow_runtime_lora_updating=True).document.document["paths"]
     taking = {path for path, ways in paths.items() if "requestBody" in ways.get("post", {})}
     computing = {path for path in taking if not MANAGING.fullmatch(path)}
     assert computing == {path for path, *_ in CHECKED}

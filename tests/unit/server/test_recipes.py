@@ -9,14 +9,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI
 
 from loramux.adapters.combine.cache import CombinationCache
 from loramux.adapters.combine.maker import CombinationMaker
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import Recipe
 from loramux.receipts.issuer import ReceiptIssuer
-from loramux.server.app import create_app
+from loramux.server.app import ServerApp, create_app
 from loramux.server.context import OnDemand, ServerOptions
 from loramux.server.live.warming import prewarm
 from loramux.server.naming.combinations import Combinations
@@ -49,7 +48,7 @@ class Scene:
         self.backend = ScriptedBackend(registry=self.served.adapters)
         self.backend.read_cid = lambda folder: read_without_base(folder).cid  # type: ignore[method-assign]
         self.combinations = Combinations(self.backend, self.cache, make=self.make)
-        self.app: FastAPI = create_app(
+        self.app: ServerApp = create_app(
             self.backend,
             ServerOptions(),
             names=self.backend.names,

@@ -9,14 +9,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.backend.host import EngineStats, Health
 from loramux.backend.images import ImageStats
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.server import Metrics
-from loramux.server.app import create_app
+from loramux.server.app import ServerApp, create_app
 from loramux.server.context import Context, ServerOptions
 from loramux.server.images.context import ImageContext, ImageModel
 from loramux.server.live.feed import LiveFeed
@@ -34,7 +33,7 @@ class Server:
 
     def __init__(self, *, text: bool = True, images: bool = True, **options: Any) -> None:
         self.text, self.images = ScriptedBackend(), ScriptedImages()
-        self.app: FastAPI = create_app(
+        self.app: ServerApp = create_app(
             self.text if text else None,
             ServerOptions(**options),
             names=self.text.names if text else None,
