@@ -11,6 +11,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from loramux.errors import ContextLengthExceeded, InvalidRequest
+from loramux.server.chat.conversation import NO_TOOLS, Conversation, Tools
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.chat.tools.writer import CALLED, ChatWriter, write_deltas
 from loramux.server.context import Context
@@ -18,16 +19,15 @@ from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.anthropic_blocks import Blocks, block_event
 from loramux.server.generate.asked import (
     Asked,
-    Tools,
     encode,
     generation_body,
-    open_asked,
     plan_asked,
 )
 from loramux.server.generate.checked_fields import read_fields
 from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.generate.prompts import off_loop
 from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.requests import open_asked
 from loramux.server.generate.selection import ModelReference, codec_for, select
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
@@ -97,9 +97,7 @@ def anthropic_routes(context: Context) -> list[Route]:
         body = await read_fields(context, request, CountBody, generates=False)
         context.require_known()
         selected = await select(context, ModelReference(body.model), caller=request.caller)
-        asked = Asked(
-            kind=KIND, body=generation_body(), messages=_messages(body), tools=_tools(body)
-        )
+        asked = Asked(kind=KIND, body=generation_body(), chat=_chat(body))
         codec, limit = await codec_for(context, selected), context.backend.card.max_model_len
         plan = await plan_asked(context, asked, SamplingParams(), codec)
         [token_ids] = await off_loop(
@@ -154,19 +152,22 @@ def _asked(body: MessageBody) -> Asked:
             guided_whitespace_pattern=body.guided_whitespace_pattern,
             user=(body.metadata or {}).get("user_id"),
         ),
-        messages=_messages(body),
         constraint=None if form is None else _constraint(form),
-        tools=_tools(body),
+        chat=_chat(body),
     )
 
 
-def _tools(body: CountBody) -> Tools | None:
+def _chat(body: CountBody) -> Conversation:
+    return Conversation(messages=_messages(body), tools=_tools(body))
+
+
+def _tools(body: CountBody) -> Tools:
     """Tools in OpenAI's form."""
     choice, is_parallel = _choice(body.tool_choice)
     if not body.tools:
         if choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice needs tools to choose from.", param="tool_choice")
-        return None
+        return NO_TOOLS
     return Tools([_function(tool) for tool in body.tools], choice, is_parallel)
 
 

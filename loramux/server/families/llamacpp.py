@@ -28,13 +28,13 @@ from loramux.server.generate.asked import (
     Prompt,
     check_penalty_window,
     generation_body,
-    open_asked,
 )
 from loramux.server.generate.checked_fields import read_fields
 from loramux.server.generate.fim import FillPrompt
 from loramux.server.generate.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.generate.prompts import encode_prompt, off_loop
 from loramux.server.generate.receipt_draft import Timing, receipt_draft
+from loramux.server.generate.requests import open_asked
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.token_reports import LOWEST
 from loramux.server.http.body import json_response, read_body

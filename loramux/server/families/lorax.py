@@ -13,6 +13,7 @@ from loramux import __version__
 from loramux.adapters.recipe import METHODS
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
+from loramux.server.chat.conversation import Conversation
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.context import Context
 from loramux.server.families.lorax_answers import (
@@ -35,12 +36,12 @@ from loramux.server.families.lorax_wire import (
 from loramux.server.generate.asked import (
     Asked,
     generation_body,
-    open_asked,
 )
 from loramux.server.generate.checked_fields import read_fields, read_inner
 from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.generate.prompts import encode_prompt, off_loop
 from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.generate.requests import open_asked
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.selection import ModelReference, codec_for, combination_of, select
 from loramux.server.generate.token_reports import Truncation
@@ -152,7 +153,7 @@ async def _asked(
         kind=KIND,
         body=body,
         prompts=[inputs],
-        messages=[{"role": "user", "content": inputs}] if parameters.apply_chat_template else None,
+        chat=_chat(inputs) if parameters.apply_chat_template else None,
         selected=await _select(context, request, parameters, body, draft),
         logprobs=_logprobs(parameters, stream),
         truncation=Truncation(parameters.truncate),
@@ -204,6 +205,10 @@ def _samples(parameters: Parameters) -> bool:
             parameters.top_p is not None and parameters.top_p < 1,
         )
     )
+
+
+def _chat(inputs: str) -> Conversation:
+    return Conversation(messages=[{"role": "user", "content": inputs}])
 
 
 def _generation_body(parameters: Parameters, stream: bool) -> GenerationBody:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
+from loramux.server.chat.conversation import Conversation, Tools
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.chat.tools.writer import ChatWriter, write_deltas
 from loramux.server.context import Context
@@ -23,15 +24,14 @@ from loramux.server.families.ollama_fields import is_zero, written_logprobs
 from loramux.server.families.ollama_names import select_tagged
 from loramux.server.generate.asked import (
     Asked,
-    Tools,
     check_penalty_window,
     generation_body,
-    open_asked,
 )
 from loramux.server.generate.checked_fields import read_fields, read_inner
 from loramux.server.generate.fim import FillPrompt
 from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.requests import open_asked
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.selection import codec_for
 from loramux.server.generate.usage import UsageCount
@@ -185,10 +185,12 @@ async def _chat(context: Context, request: Call) -> Response:
         selected=selected,
         logprobs=_logprobs(body),
         name=body.model,
-        messages=body.messages,
-        template=_template(context, body),
+        chat=Conversation(
+            messages=body.messages,
+            tools=Tools(body.tools),
+            template=_template(context, body),
+        ),
         constraint=_constraint(body),
-        tools=None if body.tools is None else Tools(body.tools),
     )
     return await _answer(context, request, body, asked, _chat_fields)
 
@@ -206,10 +208,11 @@ async def _generate(context: Context, request: Call) -> Response:
     selected = await select_tagged(context, request, body.model)
     if not (body.prompt or body.suffix):
         return json_response(_loaded(body, {"response": ""}, unloads=unloads))
-    messages = None
+    chat, template = None, _template(context, body)
     if not (body.raw or body.suffix):
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": body.prompt}]
+        chat = Conversation(messages=messages, template=template)
     asked = Asked(
         kind=GENERATE,
         body=_generation_body(context, request, body),
@@ -217,8 +220,7 @@ async def _generate(context: Context, request: Call) -> Response:
         logprobs=_logprobs(body),
         name=body.model,
         prompts=[FillPrompt(body.prompt, body.suffix) if body.suffix else body.prompt],
-        messages=messages,
-        template=_template(context, body),
+        chat=chat,
         constraint=_constraint(body),
     )
     return await _answer(context, request, body, asked, _generate_fields)

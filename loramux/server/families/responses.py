@@ -10,6 +10,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
+from loramux.server.chat.conversation import NO_TOOLS, Conversation, Tools
 from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.chat.tools.writer import ChatWriter, write_deltas
 from loramux.server.context import Context
@@ -18,13 +19,12 @@ from loramux.server.families.responses_items import Items
 from loramux.server.families.responses_tools import chat_tools, namespace_of_each
 from loramux.server.generate.asked import (
     Asked,
-    Tools,
     generation_body,
-    open_asked,
 )
 from loramux.server.generate.checked_fields import read_fields
 from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.requests import open_asked
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
@@ -145,10 +145,12 @@ def _asked(body: ResponseBody) -> Asked:
             guided_whitespace_pattern=body.guided_whitespace_pattern,
             user=body.user,
         ),
-        messages=messages_of(body.input, body.instructions),
-        template={} if effort is None else {"reasoning_effort": effort},
+        chat=Conversation(
+            messages=messages_of(body.input, body.instructions),
+            tools=_tools(body),
+            template={} if effort is None else {"reasoning_effort": effort},
+        ),
         constraint=_constraint(body),
-        tools=_tools(body),
         logprobs=Logprobs((body.top_logprobs or 0) if _LOGPROBS in (body.include or ()) else None),
     )
 
@@ -167,10 +169,10 @@ def _constraint(body: ResponseBody) -> AskedConstraint | None:
     return AskedConstraint("json", form.get("schema"), "text")
 
 
-def _tools(body: ResponseBody) -> Tools | None:
+def _tools(body: ResponseBody) -> Tools:
     choice = body.tool_choice
     if not body.tools:
-        return None
+        return NO_TOOLS
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return Tools(chat_tools(body.tools), choice, body.parallel_tool_calls is not False)

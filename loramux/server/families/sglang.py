@@ -20,12 +20,12 @@ from loramux.server.families.sglang_info import info_handlers
 from loramux.server.generate.asked import (
     Asked,
     generation_body,
-    open_asked,
 )
 from loramux.server.generate.checked_fields import read_fields, read_inner
 from loramux.server.generate.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.generate.prompts import split_prompts
 from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.requests import open_asked
 from loramux.server.generate.sampling import Logprobs
 from loramux.server.generate.token_reports import LOWEST
 from loramux.server.generate.usage import UsageCount

@@ -13,10 +13,11 @@ import numpy as np
 from loramux.backend.text import ModelCard
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context
-from loramux.server.generate.asked import Asked, Prompt, generation_body, open_asked
+from loramux.server.generate.asked import Asked, Prompt, generation_body
 from loramux.server.generate.generation import Generation, RouteKind, collect, run
 from loramux.server.generate.prompts import split_prompts
 from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.requests import open_asked
 from loramux.server.generate.selection import ModelReference
 from loramux.server.generate.token_reports import Truncation, check_kept
 from loramux.server.http.call import Call

@@ -179,11 +179,8 @@ class Filler:
         return self._codec.encode(text, add_special_tokens=False)
 
 
-def filler_of(body: CompletionRequest, codec: TextCodec) -> Filler | None:
-    """Return what encodes the prompts of a body with a suffix."""
-    if not body.suffix:
-        return None
+def check_hole(body: CompletionRequest) -> None:
+    """Raise InvalidRequest for fields that do not go with a suffix."""
     for name in ("echo", "truncate_prompt_tokens"):
         if getattr(body, name):
             raise InvalidRequest(f"{name} does not go with suffix: leave it out.", param=name)
-    return Filler(codec)

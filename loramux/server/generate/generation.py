@@ -165,8 +165,8 @@ def _check_vocabulary(request: GenerationRequest, base: TextCodec) -> None:
     )
 
 
-def check_num_choices(context: Context, request: GenerationRequest, num_prompts: int) -> None:
-    n, limit = request.params.n, context.options.max_choices
+def check_num_choices(context: Context, n: int, num_prompts: int) -> None:
+    limit = context.options.max_choices
     if num_prompts * n > limit:
         raise InvalidRequest(
             f"{num_prompts} prompts with n={n} make {num_prompts * n} answers; one "

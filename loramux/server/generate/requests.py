@@ -1,4 +1,4 @@
-"""From an HTTP body to a GenerationRequest: the steps that all generating routes share."""
+"""From what a body of any API asks for to a GenerationRequest, and to engine requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from msgspec import structs
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.auth.quotas import Admission
-from loramux.server.chat.structured.check import grammar_of
+from loramux.server.chat.structured.check import enforceable_grammar, grammar_of
+from loramux.server.chat.structured.fields import json_options
+from loramux.server.chat.tools.chat import ChatPlan
+from loramux.server.chat.tools.reply import ReplyFormat
 from loramux.server.context import Context
+from loramux.server.generate.asked import Asked, encode, plan_asked
 from loramux.server.generate.checked_fields import check_fields
-from loramux.server.generate.generation import GenerationRequest, RouteKind
+from loramux.server.generate.fim import Filler, FillPrompt
+from loramux.server.generate.generation import (
+    Generation,
+    GenerationRequest,
+    check_num_choices,
+    open_generation,
+)
 from loramux.server.generate.prompts import off_loop
 from loramux.server.generate.receipt_draft import ReceiptDraft
 from loramux.server.generate.sampling import (
-    Logprobs,
+    MaxTokens,
     bad_words_of,
     check_stream_options,
     max_tokens_of,
@@ -37,6 +47,7 @@ from loramux.server.http.call import Call
 from loramux.server.naming.names import Selected
 from loramux.types.caller import Caller
 from loramux.types.request import NOT_GENERATIVE
+from loramux.types.sampling import SamplingParams
 from loramux.wire.text import GenerationBody, StreamOptions
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -47,32 +58,26 @@ MAX_SALT_CHARACTERS = 1024
 MAX_USER_CHARACTERS = 1024
 
 
-async def read_generation_body(
-    context: Context, http: Call, body_type: type[BodyT]
-) -> tuple[BodyT, bytes]:
-    """The decoded body and its bytes."""
+async def read_own(context: Context, http: Call, kind: type[BodyT]) -> tuple[BodyT, bytes]:
+    """Return a body of the server's own API, and its bytes."""
     raw = await read_body(http, context.options.max_body_bytes)
-    return decode(raw, body_type), raw
+    return decode(raw, kind), raw
 
 
-async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
-    context: Context,
-    http: Call,
-    draft: ReceiptDraft,
-    body: GenerationBody,
-    kind: RouteKind,
-    *,
-    raw: bytes | None,
-    reference: ModelReference | Selected,
-    logprobs: Logprobs,
-) -> GenerationRequest:
-    """The request with its adapter resolved and its fields checked; it has no prompts yet.
+async def open_own(
+    context: Context, http: Call, draft: ReceiptDraft, asked: Asked, raw: bytes
+) -> Generation:
+    """Open a generation of the own API, whose errors about fields are on the receipt too."""
+    draft.asked = asked.shown_name
+    await yield_after(len(raw))
+    check_fields(context, http, type(asked.body), raw, num_choices=asked.body.n or 1)
+    return await open_asked(context, http, draft, asked)
 
-    `raw`: the body's bytes; None if its unknown fields were checked before.
-    """
-    if raw is not None:
-        await yield_after(len(raw))
-        check_fields(context, http, type(body), raw, num_choices=body.n or 1)
+
+async def open_asked(context: Context, http: Call, draft: ReceiptDraft, asked: Asked) -> Generation:
+    """Check what is asked, resolve its adapters, tokenize it, and make the engine requests."""
+    body, kind = asked.body, asked.kind
+    draft.asked = asked.shown_name
     check_stream_options(body)
     caller = replace(http.caller, user=_user(body.user))
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
@@ -83,19 +88,21 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
         )
     admission = _open_admission(context, http, caller)
     max_tokens = max_tokens_of(body)
-    draft.selected = selected = await _selected(context, http, reference, caller)
+    draft.selected = selected = await _selected(context, http, asked.reference, caller)
     vocab_size = vocab_size_for(context, selected)
-    params = sampling_params(body, logprobs, vocab_size=vocab_size)
+    params = sampling_params(body, asked.logprobs, vocab_size=vocab_size)
     tokenizers = context.names.tokenizers_of(selected)
     codec = await codec_for(context, selected)
-    grammar = await grammar_of(body)
-    if grammar is not None:
-        params = structs.replace(params, grammar=grammar.encode())
-    if body.bad_words:
-        words = await _bad_words(context, body, codec)
-        params = structs.replace(params, bad_words_token_ids=words)
+    params = await _constrained(context, asked, params, codec)
+    plan = await plan_asked(context, asked, params, codec)
+    prompts = await _encoded(context, http, asked, plan, codec, max_tokens)
+    reply = ReplyFormat()
+    if plan is not None:
+        http.facts.tool_notes = plan.notes
+        reply = plan.reply
+        params = reply.constrain(params)
     streaming = body.stream_options or StreamOptions()
-    return GenerationRequest(
+    request = GenerationRequest(
         id=f"{kind.id_prefix}-{uuid.uuid4().hex}",
         kind=kind,
         caller=caller,
@@ -104,13 +111,58 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
         codec=codec,
         tokenizers=tokenizers,
         vocab_size=vocab_size,
+        pooling=asked.pooling,
         params=params,
         max_tokens=max_tokens,
+        prompts=prompts,
         cache_salt=cache_salt,
         timeout_s=timeout_s,
         stream=bool(body.stream),
         include_usage=bool(streaming.include_usage),
         continuous_usage=bool(streaming.include_usage and streaming.continuous_usage_stats),
+        report=asked.report,
+        reply=reply,
+    )
+    return open_generation(context, http, request, draft)
+
+
+async def _constrained(
+    context: Context, asked: Asked, params: SamplingParams, codec: TextCodec
+) -> SamplingParams:
+    """Add what bounds the answer: a grammar, forbidden words, and the end of a hole."""
+    body = asked.body
+    grammar = await grammar_of(body)
+    if body.bad_words:
+        words = await _bad_words(context, body, codec)
+        params = structs.replace(params, bad_words_token_ids=words)
+    check_num_choices(context, params.n, asked.num_prompts)
+    if asked.constraint is not None:
+        constraint = replace(asked.constraint, options=json_options(body))
+        grammar = await enforceable_grammar(constraint)
+    if grammar is not None:
+        params = structs.replace(params, grammar=grammar.encode())
+    if any(isinstance(prompt, FillPrompt) for prompt in asked.prompts):
+        params = Filler(codec).end(params)
+    return params
+
+
+async def _encoded(  # noqa: PLR0913  (what the token ids depend on)
+    context: Context,
+    http: Call,
+    asked: Asked,
+    plan: ChatPlan | None,
+    codec: TextCodec,
+    max_tokens: MaxTokens,
+) -> tuple[tuple[int, ...], ...]:
+    truncation = replace(asked.truncation, max_tokens=max_tokens)
+    max_model_len = context.backend.card.max_model_len
+
+    def encode_all() -> tuple[tuple[int, ...], ...]:
+        encoded = encode(asked, plan, codec, max_model_len)
+        return tuple(tuple(truncation.cut(ids, max_model_len)) for ids in encoded)
+
+    return await off_loop(
+        http.facts.body_bytes, encode_all, codec=codec, base=context.backend.codec
     )
 
 

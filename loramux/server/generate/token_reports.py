@@ -74,10 +74,10 @@ class Truncation:
         return token_ids[:kept] if self.keeps_start else token_ids[-kept:]
 
 
-def truncation_of(body: OpenAiBody, max_tokens: MaxTokens) -> Truncation:
+def truncation_of(body: OpenAiBody) -> Truncation:
     kept = body.truncate_prompt_tokens
     check_kept(kept)
-    return Truncation(kept, body.truncation_side == "right", max_tokens)
+    return Truncation(kept, body.truncation_side == "right")
 
 
 def check_kept(kept: int | None) -> None:

@@ -86,6 +86,7 @@ async def read_json(request: Call, kind: type[T], *, max_bytes: int) -> tuple[T,
 async def read_body(request: Call, max_bytes: int, *, any_type: bool = False) -> bytes:
     """Read the body; a body that was read before, or put in its place, is returned again."""
     if request.facts.body is not None:
+        request.facts.body_bytes = len(request.facts.body)
         return request.facts.body
     if not any_type:
         _require_json(request)
@@ -94,6 +95,7 @@ async def read_body(request: Call, max_bytes: int, *, any_type: bool = False) ->
         raise _too_large(max_bytes)
     body = await _receive(request, max_bytes)
     await yield_after(len(body))
+    request.facts.body_bytes = len(body)
     return body
 
 

@@ -52,6 +52,8 @@ class CallFacts:
     """Errors have the shape of the API that was called."""
     body: bytes | None = None
     """Read, or put in the place of what the client sent."""
+    body_bytes: int = 0
+    """Size of the body that was read."""
     receipt_id: str | None = None
     tiers: Sequence[tuple[str, Tier]] | None = None
     """CIDs of the adapters that answer, with the tiers in which they were found."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from starlette.responses import Response
 
 from loramux.server.context import Context
-from loramux.server.generate.fim import Filler, FillPrompt
-from loramux.server.generate.generation import Generation, RouteKind, collect, open_generation, run
-from loramux.server.generate.prompts import off_loop
+from loramux.server.generate.asked import Asked
+from loramux.server.generate.fim import FillPrompt
+from loramux.server.generate.generation import Generation, RouteKind, collect, run
 from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
-from loramux.server.generate.requests import read_generation_body, resolve_request
-from loramux.server.generate.sampling import Logprobs
-from loramux.server.generate.selection import ModelReference, combination_of
+from loramux.server.generate.requests import open_own, read_own
 from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating
@@ -43,19 +39,8 @@ def fim_routes(context: Context) -> list[Route]:
 
 
 async def _open_fim(context: Context, http: Call, draft: ReceiptDraft) -> Generation:
-    body, raw = await read_generation_body(context, http, FimRequest)
+    body, raw = await read_own(context, http, FimRequest)
     if body.seed is None:
         body.seed = body.random_seed
-    reference = ModelReference(
-        body.model, body.adapters, body.adapter_weights, combination=combination_of(body)
-    )
-    draft.asked = str(reference) or None
-    request = await resolve_request(
-        context, http, draft, body, FIM, raw=raw, reference=reference, logprobs=Logprobs()
-    )
-    filler = Filler(request.codec)
-    hole = FillPrompt(body.prompt, body.suffix or "")
-    max_model_len = context.backend.card.max_model_len
-    token_ids = await off_loop(len(raw), lambda: filler.encode(hole, max_model_len=max_model_len))
-    request = replace(request, params=filler.end(request.params), prompts=(tuple(token_ids),))
-    return open_generation(context, http, request, draft)
+    asked = Asked(kind=FIM, body=body, prompts=[FillPrompt(body.prompt, body.suffix or "")])
+    return await open_own(context, http, draft, asked, raw)

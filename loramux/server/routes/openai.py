@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 
 from msgspec import UNSET
 from starlette.responses import Response
 
 from loramux.backend.text import Delta, TextCodec
-from loramux.server.chat.tools.chat import plan_chat
+from loramux.server.chat.conversation import Conversation, Tools
 from loramux.server.chat.tools.writer import ChatWriter, write_message
 from loramux.server.context import Context
-from loramux.server.generate.fim import FillPrompt, filler_of
+from loramux.server.generate.asked import Asked
+from loramux.server.generate.fim import FillPrompt, check_hole
 from loramux.server.generate.generation import (
     Choice,
     Deltas,
     Generation,
     RouteKind,
-    check_num_choices,
     collect,
     num_reported,
-    open_generation,
     run,
 )
-from loramux.server.generate.prompts import encode_messages, encode_prompt, off_loop, split_prompts
+from loramux.server.generate.prompts import off_loop, split_prompts
 from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
-from loramux.server.generate.requests import read_generation_body, resolve_request
+from loramux.server.generate.requests import open_own, read_own
 from loramux.server.generate.sampling import (
     chat_logprobs_of,
     completion_logprobs_of,
@@ -163,49 +161,30 @@ async def answer_chat(context: Context, request: Call) -> Response:
 
 
 async def _open_chat(context: Context, http: Call, draft: ReceiptDraft) -> Generation:
-    body, raw = await read_generation_body(context, http, ChatRequest)
+    body, raw = await read_own(context, http, ChatRequest)
     reference = openai_reference(context, body)
     draft.asked = str(reference) or None
-    request = await resolve_request(
-        context,
-        http,
-        draft,
-        body,
-        CHAT,
-        raw=raw,
-        reference=reference,
-        logprobs=chat_logprobs_of(body),
-    )
-    truncation = truncation_of(body, request.max_tokens)
-    max_model_len = context.backend.card.max_model_len
-    arguments = dict(body.chat_template_kwargs or {})
+    template = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", body.reasoning_effort)
-    codec = request.codec
-    plan = await plan_chat(context.options, body, request.params, codec)
-    token_ids = await off_loop(
-        len(raw),
-        lambda: encode_messages(
-            codec,
-            plan.messages,
-            tools=plan.tools,
-            max_model_len=max_model_len,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template_kwargs=arguments,
-        ),
-        codec=codec,
-        base=context.backend.codec,
+        template.setdefault("reasoning_effort", body.reasoning_effort)
+    chat = Conversation(
+        messages=body.messages,
+        tools=Tools(body.tools, body.tool_choice, body.parallel_tool_calls is not False),
+        template=template,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        shows_reasoning=body.include_reasoning is not False,
     )
-    http.facts.tool_notes = plan.notes
-    request = replace(
-        request,
-        params=plan.reply.constrain(request.params),
-        reply=plan.reply,
-        prompts=(tuple(truncation.cut(token_ids, max_model_len)),),
+    asked = Asked(
+        kind=CHAT,
+        body=body,
+        chat=chat,
+        selected=reference,
+        logprobs=chat_logprobs_of(body),
+        truncation=truncation_of(body),
         report=token_report(body),
     )
-    return open_generation(context, http, request, draft)
+    return await open_own(context, http, draft, asked, raw)
 
 
 def complete_chat(
@@ -351,55 +330,26 @@ async def answer_completion(context: Context, request: Call) -> Response:
 async def _open_completion(
     context: Context, http: Call, draft: ReceiptDraft
 ) -> tuple[Generation, list[ChoiceWriter]]:
-    body, raw = await read_generation_body(context, http, CompletionRequest)
+    body, raw = await read_own(context, http, CompletionRequest)
     reference = openai_reference(context, body, prompts=body.prompt)
     draft.asked = str(reference) or None
-    request = await resolve_request(
-        context,
-        http,
-        draft,
-        body,
-        COMPLETION,
-        raw=raw,
-        reference=reference,
-        logprobs=completion_logprobs_of(body),
-    )
     prompts = split_prompts(body.prompt)
-    check_num_choices(context, request, len(prompts))
-
-    truncation = truncation_of(body, request.max_tokens)
-    max_model_len = context.backend.card.max_model_len
-    filler = filler_of(body, request.codec)
-    if filler is not None:
-        request = replace(request, params=filler.end(request.params))
-
-    def encode(prompt: str | list[int]) -> tuple[int, ...]:
-        if filler is not None:
-            hole = FillPrompt(prompt, body.suffix or "")
-            return tuple(
-                filler.encode(
-                    hole,
-                    max_model_len=max_model_len,
-                    add_special_tokens=body.add_special_tokens is not False,
-                )
-            )
-        token_ids = encode_prompt(
-            request.codec,
-            prompt,
-            max_model_len=max_model_len,
-            add_special_tokens=body.add_special_tokens is not False,
-        )
-        return tuple(truncation.cut(token_ids, max_model_len))
-
-    encoded = await off_loop(
-        len(raw),
-        lambda: tuple(map(encode, prompts)),
-        codec=request.codec,
-        base=context.backend.codec,
+    holes = [FillPrompt(prompt, body.suffix) for prompt in prompts] if body.suffix else []
+    if holes:
+        check_hole(body)
+    asked = Asked(
+        kind=COMPLETION,
+        body=body,
+        prompts=holes or prompts,
+        selected=reference,
+        logprobs=completion_logprobs_of(body),
+        truncation=truncation_of(body),
+        add_special_tokens=body.add_special_tokens is not False,
+        report=token_report(body),
     )
-    request = replace(request, prompts=encoded, report=token_report(body))
-    generation = open_generation(context, http, request, draft)
-    return generation, _writers(generation, prompts, request.codec, echo=bool(body.echo))
+    generation = await open_own(context, http, draft, asked, raw)
+    codec = generation.request.codec
+    return generation, _writers(generation, prompts, codec, echo=bool(body.echo))
 
 
 class Echo:

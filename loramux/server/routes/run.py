@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from functools import partial
 
 from msgspec import UNSET
 from starlette.responses import Response
@@ -12,18 +12,17 @@ from starlette.responses import Response
 from loramux.backend.text import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context
+from loramux.server.generate.asked import Asked
 from loramux.server.generate.generation import (
     Deltas,
     Generation,
     RouteKind,
     collect,
-    open_generation,
     run,
 )
-from loramux.server.generate.prompts import check_characters, encode_prompt, off_loop
+from loramux.server.generate.prompts import check_characters, encode_prompt
 from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
-from loramux.server.generate.requests import read_generation_body, resolve_request
-from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.requests import open_own, read_own
 from loramux.server.generate.selection import ModelReference, combination_of
 from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
@@ -70,7 +69,7 @@ def run_routes(context: Context) -> list[Route]:
 
 
 async def _open_run(context: Context, http: Call, draft: ReceiptDraft) -> Generation:
-    body, raw = await read_generation_body(context, http, RunRequest)
+    body, raw = await read_own(context, http, RunRequest)
     reference = ModelReference(
         body.artifact,
         body.adapters,
@@ -81,17 +80,8 @@ async def _open_run(context: Context, http: Call, draft: ReceiptDraft) -> Genera
     )
     draft.asked = str(reference) or None
     _check_fields(body)
-    request = await resolve_request(
-        context, http, draft, body, RUN, raw=raw, reference=reference, logprobs=Logprobs()
-    )
-    codec = request.codec
-    token_ids = await off_loop(
-        len(raw),
-        lambda: _encode(context, codec, body),
-        codec=codec,
-        base=context.backend.codec,
-    )
-    return open_generation(context, http, replace(request, prompts=(tuple(token_ids),)), draft)
+    asked = Asked(kind=RUN, body=body, prompts=[partial(_encode, body)], selected=reference)
+    return await open_own(context, http, draft, asked, raw)
 
 
 def artifact_name(selected: Selected) -> str:
@@ -111,8 +101,7 @@ def _check_fields(request: RunRequest) -> None:
         raise InvalidRequest("A run has one output: leave n out.", param="n")
 
 
-def _encode(context: Context, codec: TextCodec, request: RunRequest) -> Sequence[int]:
-    max_model_len = context.backend.card.max_model_len
+def _encode(request: RunRequest, codec: TextCodec, max_model_len: int) -> Sequence[int]:
     if request.raw:
         return encode_prompt(
             codec, request.input, max_model_len=max_model_len, add_special_tokens=True

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from loramux.backend.text import TextCodec
+from loramux.server.chat.conversation import Conversation
 from loramux.server.chat.tools.plan import plan_tools, prompt_of
 from loramux.server.chat.tools.reasoning import find_reasoning
 from loramux.server.chat.tools.reply import ReplyFormat
 from loramux.server.context import ServerOptions
+from loramux.types.grammar import GrammarOptions
 from loramux.types.sampling import SamplingParams
-from loramux.wire.text import ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,19 @@ class ChatPlan:
 
 
 async def plan_chat(
-    options: ServerOptions, body: ChatRequest, params: SamplingParams, codec: TextCodec
+    options: ServerOptions,
+    chat: Conversation,
+    whitespace: GrammarOptions,
+    params: SamplingParams,
+    codec: TextCodec,
 ) -> ChatPlan:
+    """`whitespace`: what the schemas of tools allow in arguments."""
     override = options.tool_call_parser
-    plan = await plan_tools(body, params, codec, override=override)
-    messages, tools = prompt_of(body, plan, codec, override=override)
+    plan = await plan_tools(chat.tools, whitespace, params, codec, override=override)
+    messages, tools = prompt_of(chat.messages, plan, codec, override=override)
     reply = ReplyFormat(
         plan,
         find_reasoning(options.reasoning_parser, codec),
-        shows_reasoning=body.include_reasoning is not False,
+        shows_reasoning=chat.shows_reasoning,
     )
     return ChatPlan(messages, tools, reply)

@@ -9,16 +9,15 @@ from typing import Any
 from loramux.backend.text import TextCodec
 from loramux.base.threads import GRAMMAR_CHECKS
 from loramux.errors import InvalidRequest
+from loramux.server.chat.conversation import Tools
 from loramux.server.chat.structured.check import require_enforceable
-from loramux.server.chat.structured.fields import json_options
 from loramux.server.chat.tools.definitions import ToolChoice, read_tools
 from loramux.server.chat.tools.families import Family, find_family, template_of
 from loramux.server.chat.tools.grammar import call_grammar
 from loramux.server.chat.tools.messages import render_messages
 from loramux.server.chat.tools.parser import CallParser
-from loramux.types.grammar import Grammar
+from loramux.types.grammar import Grammar, GrammarOptions
 from loramux.types.sampling import SamplingParams
-from loramux.wire.text import ChatRequest
 
 _MAX_NOTES = 1000
 
@@ -45,18 +44,24 @@ class ToolPlan:
 
 
 async def plan_tools(
-    body: ChatRequest, params: SamplingParams, codec: TextCodec, *, override: str | None
+    given: Tools,
+    whitespace: GrammarOptions,
+    params: SamplingParams,
+    codec: TextCodec,
+    *,
+    override: str | None,
 ) -> ToolPlan | None:
-    """Return the plan of a body with tools that may be called; raises InvalidRequest.
+    """Return the plan of a chat with tools that may be called; raises InvalidRequest.
 
     `override`: the family, in place of that of the chat template.
     """
-    if not body.tools and body.tool_choice is None:
+    if not given.tools and given.choice is None:
         return None
+    tools = None if given.tools is None else [dict(tool) for tool in given.tools]
     family = find_family(codec, override)
 
     def work() -> ToolPlan | None:
-        choice = read_tools(body.tools, body.tool_choice, json_options(body))
+        choice = read_tools(tools, given.choice, whitespace)
         if choice is None:
             return None
         content = _content_schema(params) if choice.mode == "auto" else None
@@ -64,7 +69,7 @@ async def plan_tools(
             family,
             choice,
             codec,
-            is_parallel=body.parallel_tool_calls is not False,
+            is_parallel=given.is_parallel,
             content=content,
         )
         require_enforceable(grammar, "tools")
@@ -74,15 +79,19 @@ async def plan_tools(
 
 
 def prompt_of(
-    body: ChatRequest, plan: ToolPlan | None, codec: TextCodec, *, override: str | None
+    given: Sequence[dict[str, Any]],
+    plan: ToolPlan | None,
+    codec: TextCodec,
+    *,
+    override: str | None,
 ) -> tuple[Sequence[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return the messages and the tools for the chat template."""
-    has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in body.messages)
+    has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in given)
     if plan is None and not has_calls:
-        return body.messages, None
+        return given, None
     family = find_family(codec, override) if plan is None else plan.family
     listed = () if plan is None else plan.choice.listed
-    messages = render_messages(body.messages, family, listed, template_of(codec))
+    messages = render_messages(given, family, listed, template_of(codec))
     tools = [dict(tool) for tool in listed] if family.reads_tools and listed else None
     return messages, tools
 
