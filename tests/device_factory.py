@@ -19,6 +19,7 @@ from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow
 from tests.adapter_factory import ATTENTION, make_peft_adapter
+from tests.chunk_factory import make_chunk
 from tests.engine_factory import make_engine
 from tests.memory_factory import Clock, InlineExecutor
 
@@ -101,4 +102,4 @@ def row(**params: Any) -> SampleRow:
 
 
 def decode(number: int, token: int, start: int, pages: list[int], selection: Selection) -> Chunk:
-    return Chunk(number, (token,), start, pages, selection, sample=row())
+    return make_chunk(number, (token,), start, pages, selection, sample=row())

@@ -29,7 +29,7 @@ from loramux.engine.engine import Engine
 from loramux.lora.merge import MergedWeights, MergeSource, PageDeltas
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.types.request import Selection
-from loramux.types.step import Chunk, SampleRow, StepPlan
+from loramux.types.step import Chunk, Rows, SampleRow, StepPlan
 
 VARIANTS = ("unmerged", "merged", "base")
 NUM_BUILDS = 3
@@ -58,7 +58,7 @@ class DecodeSteps:
         self._pages = [pages[i * pages_each : (i + 1) * pages_each] for i in range(batch)]
         for sequence in range(batch):
             tokens = [(7 * sequence + 13 * i) % 1000 + 100 for i in range(context)]
-            chunk = Chunk(sequence, tokens, 0, self._pages[sequence], selection, sample=None)
+            chunk = Chunk(sequence, tokens, 0, self._pages[sequence], selection)
             self._runner.run(StepPlan((chunk,)))
 
     def close(self) -> None:
@@ -83,9 +83,10 @@ class DecodeSteps:
         row = SampleRow(
             params=SamplingParams(temperature=0), seed=0, prompt_token_ids=(), output_token_ids=()
         )
+        rows = (Rows(0, 1, row),)
         return StepPlan(
             tuple(
-                Chunk(sequence, [101 + sequence], self._context, pages, selection, sample=row)
+                Chunk(sequence, [101 + sequence], self._context, pages, selection, rows, 1)
                 for sequence, pages in enumerate(self._pages)
             )
         )

@@ -27,7 +27,7 @@ from loramux.models.loader import LoadedModel
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.model import FusedLinear, PagedLayout
 from loramux.types.sampling import SamplingParams
-from loramux.types.step import Chunk, SampleRow, StepPlan
+from loramux.types.step import Chunk, Rows, SampleRow, StepPlan
 
 Progress = Callable[[str, float], None]
 _MIB = 2**20
@@ -203,7 +203,9 @@ def _step(plan: GpuPlan, shape: Sequence[tuple[int, int]]) -> StepPlan:
         num_pages = -(-(start + length) // block)
         page_ids = range(first_page, first_page + num_pages)
         first_page += num_pages
-        chunks.append(Chunk(number, [0] * length, start, page_ids, (), sample=row))
+        chunks.append(
+            Chunk(number, [0] * length, start, page_ids, (), (Rows(length - 1, 1, row),), 1)
+        )
     return StepPlan(tuple(chunks))
 
 

@@ -86,6 +86,8 @@ class Engine:
         self.memory.move_adapters()
         events = self._release_held() if self._held else []
         events += self._prepare_wanted() if self.executor.is_lacking else []
+        if self.scheduler.awaits_result:
+            events += self._apply_result()
         plan = self.scheduler.next_plan(self.memory.clock())
         if plan is None:
             if self._in_flight is None:
@@ -336,5 +338,5 @@ def _whole_chunks(
     for number, (token_ids, selection) in enumerate(prompts):
         mine = page_ids[start : start + num_pages[number]]
         start += num_pages[number]
-        chunks.append(Chunk(number, token_ids, 0, mine, selection, sample=None))
+        chunks.append(Chunk(number, token_ids, 0, mine, selection))
     return tuple(chunks)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import AttendArgs, AttentionPlan, SequenceRows
-from loramux.runner.sampler import prompt_logprobs
-from loramux.types.request import TokenLogprob
+from loramux.runner.row_uses import RowUses
 from loramux.types.step import Chunk
 
 LogitsOf = Callable[[Tensor, Sequence[int]], Tensor]
 """Computes logits from the hidden states of these rows of a step."""
-
-NOT_FINITE = "its logits or hidden states overflow"
-"""Why a sequence has no token; the reason in `StepResult.failed`."""
 
 # Above this fraction of the tokens, selecting rows costs more than it saves.
 _MAX_SELECTED_FRACTION = 0.75
@@ -34,6 +29,7 @@ class StepBatch:
     row_starts: tuple[int, ...]
     token_ids: Tensor
     positions: Tensor
+    uses: RowUses
 
     @property
     def num_rows(self) -> int:
@@ -50,11 +46,6 @@ class StepBatch:
             for start, chunk in zip(self.row_starts, self.chunks, strict=True)
         ]
 
-    @property
-    def sampled_rows(self) -> list[int]:
-        """The last row of each chunk with a sample row."""
-        return [self.rows(i)[-1] for i, chunk in enumerate(self.chunks) if chunk.sample is not None]
-
 
 def build_batch(chunks: Sequence[Chunk], device: torch.device) -> StepBatch:
     token_ids: list[int] = []
@@ -70,6 +61,7 @@ def build_batch(chunks: Sequence[Chunk], device: torch.device) -> StepBatch:
         row_starts=tuple(row_starts),
         token_ids=rows[0],
         positions=rows[1],
+        uses=RowUses.of(chunks),
     )
 
 
@@ -98,13 +90,9 @@ def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
     return pages
 
 
-def selected_rows(batch: StepBatch, pooled: Collection[Sequence[int]] = ()) -> list[int] | None:
-    """Return the sampled and pooled rows if no others are needed; None for all rows."""
-    if any(chunk.prompt_logprobs is not None for chunk in batch.chunks):
-        return None
-    rows = batch.sampled_rows
-    if pooled:
-        rows = sorted(chain(rows, *pooled))
+def selected_rows(batch: StepBatch) -> list[int] | None:
+    """Return the rows that are read if it is worth to leave out the others; None for all rows."""
+    rows = batch.uses.rows
     return rows if len(rows) < _MAX_SELECTED_FRACTION * batch.num_rows else None
 
 
@@ -115,29 +103,3 @@ def vanished_rows(hidden: Tensor) -> list[int]:
     """
     found: list[int] = (hidden.abs().amax(dim=-1) == 0).nonzero().squeeze(1).tolist()
     return found
-
-
-def prompt_logprobs_of(
-    batch: StepBatch,
-    hidden: Tensor,
-    logits_of: LogitsOf,
-    failed: dict[int, str],
-) -> dict[int, list[TokenLogprob]]:
-    """Compute the prompt logprobs of the chunks that ask for them. hidden [rows, hidden]
-
-    `failed` receives the sequences with a NaN or +inf among these logits, or a row of -inf alone.
-    """
-    result = {}
-    for i, chunk in enumerate(batch.chunks):
-        if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:
-            continue
-        start, count = batch.row_starts[i], len(chunk.next_prompt_token_ids)
-        rows = range(start, start + count)
-        logits = logits_of(hidden[rows.start : rows.stop], rows)
-        is_valid = not vanished_rows(hidden[rows.start : rows.stop])
-        if not (is_valid and bool(logits.amax(dim=-1).isfinite().all())):
-            failed[chunk.sequence_id] = NOT_FINITE
-        result[chunk.sequence_id] = prompt_logprobs(
-            logits, chunk.next_prompt_token_ids, chunk.prompt_logprobs
-        )
-    return result

@@ -16,6 +16,7 @@ from loramux.lora.segmented import Ints
 from loramux.runner.extras_inputs import ExtrasInputs
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import DeviceLogits, SampleInputs
+from loramux.runner.row_uses import RowUses
 from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.types.request import Selection
 from loramux.types.step import Chunk
@@ -49,7 +50,7 @@ class Launch:
     chunks: Sequence[Chunk]
     """In the order of their rows."""
     logits: Mapping[int, Tensor] = field(default_factory=dict)
-    """By sequence id, of a graph; the next step on a graph overwrites them."""
+    """By sequence id, of its first sampled row; the next step on a graph overwrites them."""
 
 
 Inputs = TypeVar("Inputs", bound=StepInputs)
@@ -93,8 +94,10 @@ class CapturedGraphs(ABC, Generic[Inputs]):
         """Compute a step without reading values from the device, so that it can be captured."""
 
     @abstractmethod
-    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> DeviceLogits | None:
-        """Launch a step; return the logits of each chunk with a sample row, in order.
+    def launch(
+        self, chunks: Sequence[Chunk], uses: RowUses, samples: SampleInputs
+    ) -> DeviceLogits | None:
+        """Launch a step whose rows are read for sampling alone; return the logits of these rows.
 
         Return None if no graph fits. The kernel's samples are written to the token buffer. Chunks
         of one selection must be adjacent. Does not wait for the device.
@@ -112,8 +115,9 @@ class CapturedGraphs(ABC, Generic[Inputs]):
 
     def describe_launch(self, chunks: Sequence[Chunk]) -> Launch:
         """Describe the last launch, which was of these chunks."""
-        sampled = [chunk.sequence_id for chunk in chunks if chunk.sample is not None]
-        logits = dict(zip(sampled, self._logits, strict=False))
+        logits: dict[int, Tensor] = {}
+        for chunk, row in zip(RowUses.of(chunks).owners, self._logits, strict=False):
+            logits.setdefault(chunk.sequence_id, row)
         return Launch(self.kind, self.last_key, chunks, logits)
 
     @torch.inference_mode()

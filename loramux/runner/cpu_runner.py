@@ -23,22 +23,21 @@ from loramux.memory.records import ResidentAdapter
 from loramux.models.decoder import Decoder, TorchDecoderOps
 from loramux.models.packed_linear import PackedLinear
 from loramux.runner.batch import (
-    NOT_FINITE,
     PagedAttention,
     StepBatch,
     build_batch,
     half_filled_pages,
-    prompt_logprobs_of,
     selected_rows,
     vanished_rows,
 )
 from loramux.runner.extras_ops import OpsWithExtras
 from loramux.runner.in_flight import FinishedStep
 from loramux.runner.jit_decoder import JitDecoder
-from loramux.runner.pooling import HiddenRows, pool, pooled_rows
+from loramux.runner.logprobs import score
+from loramux.runner.pooling import HiddenRows, pool
+from loramux.runner.row_uses import accept
 from loramux.runner.sampler import sample
 from loramux.types.model import FusedLinear
-from loramux.types.request import TokenLogprob
 from loramux.types.step import BeforeChoice, InFlightStep, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
@@ -157,13 +156,13 @@ class CpuRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         step = self._build(plan)
-        pooled = pooled_rows(step.batch) if plan.has_pooling else {}
-        rows = None if self._compiled is None else selected_rows(step.batch, pooled.values())
+        rows = None if self._compiled is None else selected_rows(step.batch)
         states = HiddenRows(self._forward(step, rows), rows)
+        uses, logits_of = step.batch.uses, partial(self._logits, step)
         result = self._choose(step, states)
-        if pooled:
-            outputs = partial(self._logits, step)
-            result.pooled.update(pool(step.batch, states, outputs, result.failed))
+        for sequence_id, found in score(uses, states, logits_of, result.failed).items():
+            result.logprobs[sequence_id] = found + result.logprobs.get(sequence_id, [])
+        result.pooled.update(pool(uses, states, logits_of, result.failed))
         return result
 
     @torch.inference_mode()
@@ -229,27 +228,19 @@ class CpuRunner:
         return step.extras.logits(scaled, rows, decoder.uncapped_logits, decoder.cap_logits)
 
     def _choose(self, step: _Step, states: HiddenRows) -> StepResult:
-        """Sample from the hidden states of the sampled rows, and compute prompt logprobs."""
-        batch = step.batch
-        samples = [(c.sequence_id, c.sample) for c in batch.chunks if c.sample is not None]
-        token_ids: dict[int, list[int]] = {}
-        logprobs: dict[int, list[TokenLogprob]] = {}
-        failed: dict[int, str] = {}
-        if samples:
-            last = states.of(batch.sampled_rows)
-            logits = self._logits(step, last, batch.sampled_rows)
-            output = sample(logits, [row for _, row in samples])
-            for (sequence_id, _), token_id, logprob in zip(
-                samples, output.token_ids, output.logprobs, strict=True
-            ):
-                token_ids[sequence_id] = [token_id]
-                if logprob is not None:
-                    logprobs[sequence_id] = [logprob]
-            broken = {*output.broken, *vanished_rows(last)}
-            failed = {samples[row][0]: NOT_FINITE for row in broken}
-        logits_of = partial(self._logits, step)
-        of_prompts = prompt_logprobs_of(batch, states.hidden, logits_of, failed)
-        return StepResult(token_ids, logprobs, of_prompts, failed)
+        """Sample from the hidden states of the sampled rows."""
+        uses = step.batch.uses
+        if not uses.sampled:
+            return StepResult({})
+        hidden = states.of(uses.sampled)
+        output = sample(self._logits(step, hidden, uses.sampled), uses.samples)
+        return accept(
+            uses.sequence_ids,
+            uses.drafts,
+            output.token_ids,
+            broken={*output.broken, *vanished_rows(hidden)},
+            logprobs=output.logprobs,
+        )
 
 
 def _is_unpacked(module: torch.nn.Module) -> bool:

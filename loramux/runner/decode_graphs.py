@@ -15,6 +15,7 @@ from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.extras_inputs import ExtrasInputs
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import DeviceLogits, SampleInputs
+from loramux.runner.row_uses import RowUses
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
@@ -32,10 +33,6 @@ class DecodeLimits:
     def batch_sizes(self) -> list[int]:
         most = min(self.max_sequences, BATCH_SIZES[-1])
         return [size for size in BATCH_SIZES if size < most] + [most]
-
-
-def is_decode(chunk: Chunk) -> bool:
-    return len(chunk.token_ids) == 1 and chunk.sample is not None and chunk.prompt_logprobs is None
 
 
 class DecodeGraphs(CapturedGraphs[DecodeInputs]):
@@ -76,8 +73,11 @@ class DecodeGraphs(CapturedGraphs[DecodeInputs]):
         return self._inputs.token_buffer
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> DeviceLogits | None:
-        if len(chunks) > self._sizes[-1]:
+    def launch(
+        self, chunks: Sequence[Chunk], uses: RowUses, samples: SampleInputs
+    ) -> DeviceLogits | None:
+        is_decode = len(uses.sampled) == len(chunks) == sum(len(c.token_ids) for c in chunks)
+        if not is_decode or len(chunks) > self._sizes[-1]:
             return None
         self._inputs.begin()
         selections, lengths = [chunk.selection for chunk in chunks], [1] * len(chunks)

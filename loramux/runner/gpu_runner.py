@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.errors import DoesNotFit
@@ -35,14 +33,12 @@ from loramux.memory.device import (
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
 from loramux.runner.batch import (
-    NOT_FINITE,
     LogitsOf,
     StepBatch,
     build_batch,
-    prompt_logprobs_of,
 )
 from loramux.runner.captured_graphs import CapturedGraphs, Launch
-from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, is_decode
+from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import (
     DeviceLogits,
@@ -52,13 +48,14 @@ from loramux.runner.gpu_sampler import (
     sample_others,
 )
 from loramux.runner.in_flight import FinishedStep, LaunchedStep
+from loramux.runner.logprobs import score
 from loramux.runner.masks import full_masks, send_masks
 from loramux.runner.pooling import HiddenRows, pool
 from loramux.runner.prefill_graphs import PrefillGraphs
-from loramux.runner.sampler import SampleOutput
-from loramux.runner.split_plan import halves, join, with_known
+from loramux.runner.row_uses import RowUses, accept
+from loramux.runner.split_plan import halves, join, with_known, without_drafts
 from loramux.runner.step_graphs import Key
-from loramux.types.request import Selection, TokenLogprob
+from loramux.types.request import Selection
 from loramux.types.step import BeforeChoice, Chunk, InFlightStep, SampleRow, StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
@@ -267,19 +264,17 @@ class GpuRunner:
 
         Masks may depend on these tokens: they are read after the forward pass was launched.
         """
-        return not plan.has_pooling and all(
-            chunk.prompt_logprobs is None
-            and (chunk.sample is None or can_sample_on_device(chunk.sample.params))
+        return all(
+            type(rows.use) is SampleRow and can_sample_on_device(rows.use.params)
             for chunk in plan.chunks
+            for rows in chunk.rows
         )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
         """Launch a step; wait for the device only if the step cannot run ahead."""
         self._launches = []
-        step: InFlightStep | None = None
-        if not plan.has_pooling and all(c.prompt_logprobs is None for c in plan.chunks):
-            step = self._launch_graph(plan, before_choice)
+        step = self._launch_graph(plan, before_choice)
         if step is None:
             step = self._launch_in_parts(plan, before_choice)
         if step.is_done:
@@ -310,23 +305,22 @@ class GpuRunner:
         self, plan: StepPlan, before_choice: BeforeChoice | None
     ) -> InFlightStep | None:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
-        sampled = [chunk for chunk in chunks if chunk.sample is not None]
-        rows = [chunk.sample for chunk in sampled if chunk.sample is not None]
-        samples = sample_inputs(rows)
+        uses = RowUses.of(chunks)
+        if not uses.is_sampled_only:
+            return None
+        samples = sample_inputs(uses.samples)
         try:
             graphs: AnyGraphs = self.decode_graphs
-            logits = None
-            if all(is_decode(chunk) for chunk in chunks):
-                logits = graphs.launch(chunks, samples)
+            logits = graphs.launch(chunks, uses, samples)
             if logits is None:
                 graphs = self.prefill_graphs
-                logits = graphs.launch(chunks, samples)
+                logits = graphs.launch(chunks, uses, samples)
             if logits is None:
                 return None
             self._launches.append((graphs, chunks))
-            self._apply_masks(logits, rows, samples, before_choice)
-            step = self._token_buffer.publish([chunk.sequence_id for chunk in sampled])
-            return self._finish(step, logits, rows, samples) if samples.others else step
+            self._apply_masks(logits, uses.samples, samples, before_choice)
+            step = self._token_buffer.publish(uses.sequence_ids, uses.drafts)
+            return self._finish(step, logits, uses, samples) if samples.others else step
         except RuntimeError as error:
             # Graphs allocate no memory, but the full sampler does.
             if not is_out_of_memory(error):
@@ -354,19 +348,26 @@ class GpuRunner:
             self._token_buffer.replace(masked.rows, tokens)
 
     def _with_known(self, plan: StepPlan) -> StepPlan:
-        return with_known(plan, {} if self._last is None else self._last.result().token_ids)
+        return with_known(plan, {} if self._last is None else self._last.result().accepted)
 
     def _finish(
         self,
         step: LaunchedStep,
         logits: DeviceLogits,
-        rows: Sequence[SampleRow],
+        uses: RowUses,
         samples: SampleInputs,
     ) -> FinishedStep:
-        chosen = step.result()
-        token_ids = [token_id for (token_id,) in chosen.token_ids.values()]
-        output = sample_others(token_ids, logits.logits, rows, samples.others)
-        return FinishedStep(_result(list(chosen.token_ids), output, chosen.failed))
+        token_ids, broken = step.tokens()
+        output = sample_others(token_ids, logits.logits, uses.samples, samples.others)
+        return FinishedStep(
+            accept(
+                uses.sequence_ids,
+                uses.drafts,
+                output.token_ids,
+                broken={*broken, *output.broken},
+                logprobs=output.logprobs,
+            )
+        )
 
     def _launch_in_parts(self, plan: StepPlan, before_choice: BeforeChoice | None) -> InFlightStep:
         """Launch a step, split into halves until each fits in memory.
@@ -386,7 +387,11 @@ class GpuRunner:
                 raise DoesNotFit(self._no_memory(message))
             self._max_tokens = max(1, min(self._max_tokens, plan.num_tokens) // 2)
         # The first half overwrites tokens in the token buffer that the second half needs.
-        first, second = halves(self._with_known(plan))
+        known = self._with_known(plan)
+        plain = without_drafts(known)
+        if plain.num_tokens < known.num_tokens:
+            return self._launch_in_parts(plain, before_choice)
+        first, second = halves(known)
         return FinishedStep(
             join(
                 self._launch_in_parts(first, before_choice).result(),
@@ -406,33 +411,30 @@ class GpuRunner:
     ) -> InFlightStep:
         batch, hidden = self._forward(plan, has_lora=has_lora)
         self._launches.append((None, batch.chunks))
-        sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
+        uses, states = batch.uses, HiddenRows(hidden, None)
         failed: dict[int, str] = {}
-        logprobs = self._prompt_logprobs(batch, hidden, failed)
-        pooled = self._pooled(batch, hidden, failed) if plan.has_pooling else {}
-        if not sampled:
+        logprobs = score(uses, states, self._logits_of(batch), failed)
+        pooled = pool(uses, states, self._logits_of(batch), failed)
+        if not uses.sampled:
             return (
-                FinishedStep(StepResult({}, {}, logprobs, failed, pooled))
+                FinishedStep(StepResult({}, logprobs, failed, pooled))
                 if logprobs or pooled
                 else self._token_buffer.publish([])
             )
-        last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled])
-        selections = [batch.chunks[i].selection for i in sampled]
-        last = hidden.index_select(0, send(last_rows, hidden.device))
-        rows: list[SampleRow] = [
-            row for i in sampled if (row := batch.chunks[i].sample) is not None
-        ]
-        samples = sample_inputs(rows)
-        found = self._logits(last, selections, [1] * len(sampled))
+        selections = uses.selections
+        sampled = hidden.index_select(0, send(torch.tensor(uses.sampled), hidden.device))
+        samples = sample_inputs(uses.samples)
+        found = self._logits(sampled, selections, [1] * len(selections))
         logits = DeviceLogits.of(found, samples)
         self._token_buffer.store(logits.choose(self._kernels.sampling))
-        self._apply_masks(logits, rows, samples, before_choice)
-        step = self._token_buffer.publish([batch.chunks[i].sequence_id for i in sampled])
-        if not samples.others and not logprobs and not pooled:
+        self._apply_masks(logits, uses.samples, samples, before_choice)
+        step = self._token_buffer.publish(uses.sequence_ids, uses.drafts)
+        if not samples.others and uses.is_sampled_only:
             return step
-        result = self._finish(step, logits, rows, samples).result()
-        failed |= result.failed
-        return FinishedStep(replace(result, prompt_logprobs=logprobs, failed=failed, pooled=pooled))
+        result = self._finish(step, logits, uses, samples).result()
+        for sequence_id, described in logprobs.items():
+            result.logprobs[sequence_id] = described + result.logprobs.get(sequence_id, [])
+        return FinishedStep(replace(result, failed=failed | result.failed, pooled=pooled))
 
     def _forward(self, plan: StepPlan, *, has_lora: bool) -> tuple[StepBatch, Tensor]:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
@@ -467,16 +469,6 @@ class GpuRunner:
         num_columns = self._extras.directory.num_columns(selections)
         return self._decoder.logits(hidden, extras, num_columns)
 
-    def _pooled(
-        self, batch: StepBatch, hidden: Tensor, failed: dict[int, str]
-    ) -> dict[int, NDArray[np.float64]]:
-        return pool(batch, HiddenRows(hidden, None), self._logits_of(batch), failed)
-
-    def _prompt_logprobs(
-        self, batch: StepBatch, hidden: Tensor, failed: dict[int, str]
-    ) -> dict[int, list[TokenLogprob]]:
-        return prompt_logprobs_of(batch, hidden, self._logits_of(batch), failed)
-
     def _logits_of(self, batch: StepBatch) -> LogitsOf:
         """The logits of adjacent rows of one sequence."""
 
@@ -487,19 +479,3 @@ class GpuRunner:
             return self._logits(some, [chunk.selection], [len(rows)])
 
         return logits_of
-
-
-def _result(
-    sequence_ids: Sequence[int], output: SampleOutput, failed: dict[int, str]
-) -> StepResult:
-    token_ids = {
-        sequence_id: [token_id]
-        for sequence_id, token_id in zip(sequence_ids, output.token_ids, strict=True)
-    }
-    logprobs = {
-        sequence_id: [logprob]
-        for sequence_id, logprob in zip(sequence_ids, output.logprobs, strict=True)
-        if logprob is not None
-    }
-    broken = {sequence_ids[row]: NOT_FINITE for row in output.broken}
-    return StepResult(token_ids, logprobs, failed=failed | broken)

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loramux.runner.batch import LogitsOf, vanished_rows
+from loramux.runner.pooling import HiddenRows
+from loramux.runner.row_uses import NOT_FINITE, RowUses
 from loramux.types.request import TokenLogprob
 
 ROWS_AT_ONCE = 64
@@ -22,6 +25,24 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> list[T
         rows = slice(start, start + ROWS_AT_ONCE)
         found += _describe(logits[rows], token_ids[rows], top)
     return found
+
+
+def score(
+    uses: RowUses, states: HiddenRows, logits_of: LogitsOf, failed: dict[int, str]
+) -> dict[int, list[TokenLogprob]]:
+    """Describe the tokens that the scored rows ask for, by sequence.
+
+    `failed` receives the sequences with a NaN or +inf among these logits, or a row of -inf alone.
+    """
+    result = {}
+    for chunk, rows, following in uses.scored:
+        hidden = states.of(rows)
+        logits = logits_of(hidden, rows)
+        is_valid = not vanished_rows(hidden)
+        if not (is_valid and bool(logits.amax(dim=-1).isfinite().all())):
+            failed[chunk.sequence_id] = NOT_FINITE
+        result[chunk.sequence_id] = token_logprobs(logits, following.token_ids, following.top)
+    return result
 
 
 def _describe(logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:

@@ -1,4 +1,4 @@
-"""Pools the hidden states of the chunks that ask for it."""
+"""Hidden states by row, and vectors pooled from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.runner.batch import NOT_FINITE, LogitsOf, StepBatch
+from loramux.runner.batch import LogitsOf
+from loramux.runner.row_uses import NOT_FINITE, RowUses
 from loramux.types.pooling import Pooling
 
 
@@ -27,46 +28,37 @@ class HiddenRows:
         """Return the hidden states of these rows, which must be among those that there are."""
         if self.rows is not None and len(rows) == len(self.rows):
             return self.hidden
+        if self.rows is None and isinstance(rows, range):
+            return self.hidden[rows.start : rows.stop]
         found = torch.tensor(rows, device=self.hidden.device)
         if self.rows is not None:
             found = torch.searchsorted(torch.tensor(self.rows, device=found.device), found)
         return self.hidden.index_select(0, found)
 
 
-def pooled_rows(batch: StepBatch) -> dict[int, range]:
-    """Return the rows that each chunk with pooling reads, by the index of the chunk."""
-    found = {}
-    for i, chunk in enumerate(batch.chunks):
-        if chunk.pooling is not None:
-            rows = batch.rows(i)
-            found[i] = rows if chunk.pooling is Pooling.MEAN else rows[-1:]
-    return found
-
-
 def pool(
-    batch: StepBatch, states: HiddenRows, outputs: LogitsOf, failed: dict[int, str]
+    uses: RowUses, states: HiddenRows, outputs: LogitsOf, failed: dict[int, str]
 ) -> dict[int, NDArray[np.float64]]:
-    """Compute what each chunk with pooling asks for, in one transfer to the host.
+    """Compute what the pooled rows ask for, by sequence, in one transfer to the host.
 
     `outputs`: of the head, for chunks that pool it.
     `failed` receives the sequences with a NaN or infinite number, or a hidden state of zeros.
     """
-    vectors, wanted = [], pooled_rows(batch)
-    for i, rows in wanted.items():
+    vectors = []
+    for _, rows, pooling in uses.pooled:
         some = states.of(rows)
         # The RMSNorm of values whose squares overflow is 0, which would look like a result.
         least = some.abs().amax(dim=-1).amin().unsqueeze(0)
-        if batch.chunks[i].pooling is Pooling.HEAD:
+        if pooling is Pooling.HEAD:
             some = outputs(some, rows)
         # In float64, so that the sum does not depend on where chunks end.
         vectors.append(torch.cat([least.double(), some.sum(dim=0, dtype=torch.float64)]))
     on_host = torch.cat(vectors).cpu().numpy() if vectors else np.zeros(0)
     pooled, start = {}, 0
-    for i, vector in zip(wanted, vectors, strict=True):
+    for (chunk, _, _), vector in zip(uses.pooled, vectors, strict=True):
         least, *_ = found = on_host[start : start + len(vector)]
         start += len(vector)
-        sequence_id = batch.chunks[i].sequence_id
-        pooled[sequence_id] = found[1:]
+        pooled[chunk.sequence_id] = found[1:]
         if least == 0 or not np.isfinite(found).all():
-            failed[sequence_id] = NOT_FINITE
+            failed[chunk.sequence_id] = NOT_FINITE
     return pooled

@@ -20,6 +20,7 @@ from loramux.runner.extras_inputs import ExtrasInputs
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import DeviceLogits, SampleInputs
 from loramux.runner.prefill_inputs import PrefillInputs, PrefillLimits
+from loramux.runner.row_uses import RowUses
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
@@ -88,27 +89,30 @@ class PrefillGraphs(CapturedGraphs[PrefillInputs]):
         self._plan = self._largest_plan()
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> DeviceLogits | None:
+    def launch(
+        self, chunks: Sequence[Chunk], uses: RowUses, samples: SampleInputs
+    ) -> DeviceLogits | None:
         lengths = [len(chunk.token_ids) for chunk in chunks]
         num_rows = sum(lengths)
         if num_rows > self._sizes[-1] or len(chunks) > self._max_sequences:
             return None
+        if len(uses.sampled) > len(self._logits):
+            return None
         items = self._items(chunks, lengths)
         self._inputs.begin()
         key = self._choose([chunk.selection for chunk in chunks], lengths, num_rows, items)
-        if key is None or (key[1].extras and not self._send_parts(chunks, lengths)):
+        if key is None or (key[1].extras and not self._send_parts(chunks, lengths, uses)):
             return None
-        self._inputs.fill(chunks, samples, items)
+        self._inputs.fill(chunks, uses.sampled, samples, items)
         self._inputs.send()
         self.last_key = key
         self.graphs.run(key)
-        return self.device_logits(len(samples.noise))
+        return self.device_logits(len(uses.sampled))
 
-    def _send_parts(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> bool:
+    def _send_parts(self, chunks: Sequence[Chunk], lengths: Sequence[int], uses: RowUses) -> bool:
         """Send the parts beside low rank of all rows, and those of the sampled ones."""
-        sampled = [chunk.selection for chunk in chunks if chunk.sample is not None]
         of_rows = [chunk.selection for chunk in chunks], lengths
-        return self._send_extras([of_rows, (sampled, [1] * len(sampled))])
+        return self._send_extras([of_rows, (uses.selections, [1] * len(uses.sampled))])
 
     def _has_room(self, size: int, items: Sequence[Tensor]) -> bool:
         most = self._num_items[size] * len(self._windows)
@@ -147,6 +151,6 @@ class PrefillGraphs(CapturedGraphs[PrefillInputs]):
         token_ids, positions = inputs.token_ids(num_rows), inputs.positions[:num_rows]
         hidden = self._decoder.hidden(token_ids, positions, plan, lora, of_rows)
         logits = self._logits[:num_logits]
-        last_rows = inputs.last_rows[:num_logits]
-        self._decoder.write_logits(hidden.index_select(0, last_rows), logits, of_logits)
+        sampled = inputs.sampled_rows[:num_logits]
+        self._decoder.write_logits(hidden.index_select(0, sampled), logits, of_logits)
         self._token_buffer.store(self.device_logits(num_logits).choose(self._kernels.sampling))

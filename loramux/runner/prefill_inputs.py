@@ -50,7 +50,7 @@ class PrefillInputs:
         self._words = HostBuffer(sizes, device)
         fields = self._words.fields
         self._own_tokens, self._sources, self.positions, self.slots = fields[:4]
-        self.last_rows = fields[4]
+        self.sampled_rows = fields[4]
         self.pages = PageTables(self._words, starts=5, max_pages=limits.max_pages)
         self.temperatures = fields[6].view(torch.float32)
         self.noise = fields[7].view(torch.float64)
@@ -69,8 +69,14 @@ class PrefillInputs:
         """Destination of the step's LoRA work list, to be written before `send`."""
         return self._words.host[8]
 
-    def fill(self, chunks: Sequence[Chunk], samples: SampleInputs, items: Sequence[Tensor]) -> None:
-        """Fill all fields; `samples` holds the inputs of the chunks with a sample row."""
+    def fill(
+        self,
+        chunks: Sequence[Chunk],
+        sampled: Sequence[int],
+        samples: SampleInputs,
+        items: Sequence[Tensor],
+    ) -> None:
+        """Fill all fields; `samples` holds the inputs of the sampled rows."""
         fields = self._words.host
         lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), dtype=np.int32)
         starts = np.fromiter((chunk.start for chunk in chunks), dtype=np.int32)
@@ -93,7 +99,7 @@ class PrefillInputs:
         at = positions[:num_rows]
         pages = fields[-1][page_starts[owner] + at // block]
         slots[:num_rows] = pages * block + at % block
-        self._fill_samples(chunks, ends - 1, samples)
+        self._fill_samples(sampled, samples)
         for field, some in zip(fields[self._first_items : -1], items, strict=True):
             field.fill(0)
             field[: some.numel()] = some.numpy().reshape(-1)
@@ -110,14 +116,12 @@ class PrefillInputs:
         slots.fill(-1)
         self.pages.fill(())
 
-    def _fill_samples(
-        self, chunks: Sequence[Chunk], last_rows: Ints, samples: SampleInputs
-    ) -> None:
-        last, _, temperatures, noise = self._words.host[4:8]
-        count = len(samples.noise)
-        for field in (last, temperatures, noise):
+    def _fill_samples(self, sampled: Sequence[int], samples: SampleInputs) -> None:
+        rows, _, temperatures, noise = self._words.host[4:8]
+        count = len(sampled)
+        for field in (rows, temperatures, noise):
             field.fill(0)
-        last[:count] = last_rows[[chunk.sample is not None for chunk in chunks]]
+        rows[:count] = sampled
         temperatures.view(np.float32)[:count] = samples.temperatures
         noise.view(np.float64)[:count] = samples.noise
 

@@ -54,11 +54,6 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> SampleOutput:
     )
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Describe the prompt token that follows each row; logits [rows, vocab] float32."""
-    return token_logprobs(logits, next_token_ids, top)
-
-
 def uniform(seed: int, step: int) -> float:
     """Return a number in [0, 1) with 53 random bits."""
     mixed = _mix((_mix(seed & MASK_64) + (step + 1) * GOLDEN_GAMMA) & MASK_64)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from loramux.types.pooling import Pooling
-from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, NextTokens, Rows, StepPlan, StepResult
 
 
 def with_known(plan: StepPlan, token_ids: Mapping[int, Sequence[int]]) -> StepPlan:
@@ -18,13 +17,29 @@ def with_known(plan: StepPlan, token_ids: Mapping[int, Sequence[int]]) -> StepPl
             if chunk.token_ids[-1] != UNKNOWN_TOKEN
             else replace(chunk, token_ids=(*chunk.token_ids[:-1], token_ids[chunk.sequence_id][-1]))
             for chunk in plan.chunks
-        ),
-        plan.has_pooling,
+        )
+    )
+
+
+def without_drafts(plan: StepPlan) -> StepPlan:
+    """Leave out the drafts, with the rows that are sampled after them."""
+    return StepPlan(
+        tuple(
+            replace(
+                chunk,
+                token_ids=chunk.token_ids[: -chunk.num_drafts],
+                rows=chunk.rows[: -chunk.num_drafts],
+                num_sampled=1,
+            )
+            if chunk.num_drafts
+            else chunk
+            for chunk in plan.chunks
+        )
     )
 
 
 def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
-    """Split the tokens in half; a chunk across the middle is cut in two."""
+    """Split the tokens in half; a chunk across the middle is cut in two. It has no drafts."""
     room = plan.num_tokens // 2
     first: list[Chunk] = []
     second: list[Chunk] = []
@@ -39,41 +54,49 @@ def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
             first.append(before)
             second.append(after)
         room -= min(room, size)
-    has_pooling = plan.has_pooling
-    return StepPlan(tuple(first), has_pooling), StepPlan(tuple(second), has_pooling)
+    return StepPlan(tuple(first)), StepPlan(tuple(second))
 
 
 def join(first: StepResult, second: StepResult) -> StepResult:
     """Merge the results of both halves."""
-    prompt_logprobs = dict(first.prompt_logprobs)
-    for sequence_id, found in second.prompt_logprobs.items():
-        prompt_logprobs[sequence_id] = prompt_logprobs.get(sequence_id, []) + found
+    logprobs = dict(first.logprobs)
+    for sequence_id, found in second.logprobs.items():
+        logprobs[sequence_id] = logprobs.get(sequence_id, []) + found
     pooled = dict(first.pooled)
     for sequence_id, vector in second.pooled.items():
         # Only a chunk whose hidden states are summed is in both halves.
         pooled[sequence_id] = pooled[sequence_id] + vector if sequence_id in pooled else vector
     return StepResult(
-        {**first.token_ids, **second.token_ids},
-        {**first.logprobs, **second.logprobs},
-        prompt_logprobs,
+        {**first.accepted, **second.accepted},
+        logprobs,
         {**first.failed, **second.failed},
         pooled,
     )
 
 
 def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
-    following = chunk.next_prompt_token_ids
-    before = replace(
-        chunk,
-        token_ids=chunk.token_ids[:size],
-        sample=None,
-        next_prompt_token_ids=following[:size],
-        pooling=Pooling.MEAN if chunk.pooling is Pooling.MEAN else None,
+    before = [_part(rows, 0, size) for rows in chunk.rows]
+    after = [_part(rows, size, len(chunk.token_ids)) for rows in chunk.rows]
+    return (
+        replace(
+            chunk,
+            token_ids=chunk.token_ids[:size],
+            rows=tuple(rows for rows in before if rows.count),
+            num_sampled=0,
+        ),
+        replace(
+            chunk,
+            token_ids=chunk.token_ids[size:],
+            start=chunk.start + size,
+            rows=tuple(rows for rows in after if rows.count),
+        ),
     )
-    after = replace(
-        chunk,
-        token_ids=chunk.token_ids[size:],
-        start=chunk.start + size,
-        next_prompt_token_ids=following[size:],
-    )
-    return before, after
+
+
+def _part(rows: Rows, start: int, stop: int) -> Rows:
+    """Return the rows between these indices of the chunk, counted from the first index."""
+    first, last = max(rows.start, start), min(rows.start + rows.count, stop)
+    use = rows.use
+    if isinstance(use, NextTokens):
+        use = replace(use, token_ids=use.token_ids[first - rows.start : last - rows.start])
+    return Rows(first - start, max(0, last - first), use)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,15 +60,25 @@ class TokenBuffer:
         words = token_ids.view(torch.int32).view(-1, 2)
         self._words.view(-1, 2).index_copy_(0, rows.long(), words)
 
-    def publish(self, sequence_ids: Sequence[int]) -> LaunchedStep:
-        """Assign the stored tokens to these sequences, and start their copy to the host."""
+    def publish(
+        self, sequence_ids: Sequence[int], drafts: Mapping[int, Sequence[int]] | None = None
+    ) -> LaunchedStep:
+        """Assign the stored tokens to these sequences, and start their copy to the host.
+
+        A sequence has one, and one for each of its drafts: which of them is its newest token is
+        not known before the result.
+        """
         count = len(sequence_ids)
-        self._places = {sequence_id: 2 * row for row, sequence_id in enumerate(sequence_ids)}
+        if drafts:
+            count += sum(map(len, drafts.values()))
+            self._places = {}
+        else:
+            self._places = {sequence_id: 2 * row for row, sequence_id in enumerate(sequence_ids)}
         self._hosts.reverse()
         host, device = self._hosts[0], self._words.device
         host[:count].copy_(self._words.view(-1, 2)[:count], non_blocking=True)
         fence = Fence(device) if device.type == "cuda" else None
-        return LaunchedStep(sequence_ids, host, fence)
+        return LaunchedStep(sequence_ids, host, fence, drafts)
 
     def forget(self) -> None:
         """Forget the sequences: all their tokens are known on the host."""

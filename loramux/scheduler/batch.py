@@ -95,25 +95,26 @@ class Batch:
         self._reclaimer = reclaimer
         self._adapters = adapters
         self._prefixes = prefixes
-        self._running: dict[int, Sequence] = {}
+        self.sequences: dict[int, Sequence] = {}
+        """By sequence id."""
         # R17: those that have not shared what precedes their adapter's start yet.
         self._in_context: dict[int, Sequence] = {}
         self._users: Counter[str] = Counter()
         # At most one sequence per token of a step, so that each can decode in every step.
-        self._num_slots = min(config.max_sequences, config.max_batch_tokens)
+        self.num_slots = min(config.max_sequences, config.max_batch_tokens)
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._running.values())
+        return iter(self.sequences.values())
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.sequence_id in self._running
+        return sequence.sequence_id in self.sequences
 
     @property
     def has_slot(self) -> bool:
-        return len(self._running) < self._num_slots
+        return len(self.sequences) < self.num_slots
 
     @property
     def num_adapters(self) -> int:
@@ -175,7 +176,7 @@ class Batch:
         if not self._take_prompt_pages(sequence, num_reserved):
             self._adapters.release(sequence.cids)
             return False
-        self._running[sequence.sequence_id] = sequence
+        self.sequences[sequence.sequence_id] = sequence
         if sequence.num_computed < sequence.adapter_start:
             self._in_context[sequence.sequence_id] = sequence
         self._users.update(sequence.cids)
@@ -192,6 +193,13 @@ class Batch:
         assert page_ids is not None
         sequence.page_ids += page_ids
         return True
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Frees the pages after so many tokens."""
+        needed = self.pages_for(num_tokens)
+        if len(sequence.page_ids) > needed:
+            self._pages.release(sequence.owner, sequence.page_ids[needed:])
+            del sequence.page_ids[needed:]
 
     def share(self, sequence: Sequence) -> None:
         """Commits the whole blocks that the sequence has computed to the prefix cache."""
@@ -210,7 +218,7 @@ class Batch:
     def remove(self, sequence: Sequence) -> None:
         """Frees what a sequence holds; its computed blocks stay in the prefix cache."""
         self.share(sequence)
-        del self._running[sequence.sequence_id]
+        del self.sequences[sequence.sequence_id]
         self._in_context.pop(sequence.sequence_id, None)
         self._free_pages(sequence)
         self._adapters.release(sequence.cids)
@@ -235,21 +243,25 @@ class Batch:
         users = Counter(cid for sequence in self for cid in sequence.cids)
         assert users == self._users, f"{users} != {self._users}"
         assert self.fits_adapter_limit(()), "more adapters than allowed"
-        assert len(self) <= self._num_slots, "more sequences than allowed"
+        assert len(self) <= self.num_slots, "more sequences than allowed"
         for sequence in self:
             held = len(sequence.page_ids) * self._config.block_tokens
             assert sequence.num_computed <= held, "computed tokens without a page"
+            known = sequence.num_tokens - sequence.has_unknown
+            assert sequence.num_computed <= known, "a token counts as computed before it is known"
+            needed = self.pages_for(sequence.num_tokens + sequence.num_drafts)
+            assert len(sequence.page_ids) <= needed, "pages without tokens"
             assert sequence.started_s is not None
             shared = [] if sequence.lease is None else sequence.lease.page_ids
             assert sequence.page_ids[: len(shared)] == shared, "shared pages are not the first"
-        assert self._in_context.keys() <= self._running.keys(), "an ended one is waited for"
+        assert self._in_context.keys() <= self.sequences.keys(), "an ended one is waited for"
 
     def _take_prompt_pages(self, sequence: Sequence, num_reserved: int) -> bool:
         needed = self.pages_for(sequence.num_tokens) - self._num_cached_pages(sequence)
         num_spare = self._reclaimer.num_available - num_reserved - needed
         refused = sequence.num_spare_refused
         # An attempt counts in the prefix cache's hit rate: retry only with more spare pages.
-        if num_spare < 0 or (self._running and refused is not None and num_spare <= refused):
+        if num_spare < 0 or (self.sequences and refused is not None and num_spare <= refused):
             return False
         if self._prefixes is not None:
             key, token_ids = self._prefix_key(sequence), sequence.reusable_token_ids()

@@ -14,6 +14,7 @@ from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.admission import Admission
 from loramux.scheduler.batch import AdapterGate, Batch, PageReclaimer, PrefixGate
+from loramux.scheduler.drafts import DraftSource
 from loramux.scheduler.events import (
     end_event,
     error_event,
@@ -26,7 +27,13 @@ from loramux.scheduler.events import (
 from loramux.scheduler.fairness import OUTPUT_TOKEN_COST, FairShares, check_shares
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import Request, TokenEvent
-from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult, TokenConstraint
+from loramux.types.step import (
+    UNKNOWN_TOKEN,
+    Chunk,
+    StepPlan,
+    StepResult,
+    TokenConstraint,
+)
 
 # R10: the slots of an adapter that are protected from others of its tenant are max_sequences
 # divided by this. Among hundreds of adapters one runs two sequences and another none by chance, and
@@ -42,7 +49,6 @@ class _Step:
     """The running sequences in order (R4); the last one is preempted first (R13)."""
     chunks: list[Chunk] = field(default_factory=list)
     planned: set[int] = field(default_factory=set)
-    has_pooling: bool = False
 
 
 class Scheduler:
@@ -59,8 +65,12 @@ class Scheduler:
         reclaimer: PageReclaimer,
         adapters: AdapterGate,
         prefixes: PrefixGate | None = None,
+        drafts: DraftSource | None = None,
     ) -> None:
         self.config = config
+        self.drafts = drafts
+        # Sequences whose chunk in flight has drafts.
+        self._drafted: set[int] = set()
         self._num_pages = pages.num_pages
         self._adapters = adapters
         self._shares = FairShares(num_protected_slots=config.max_sequences // _PROTECTED_DIVISOR)
@@ -99,6 +109,19 @@ class Scheduler:
     def num_loading(self) -> int:
         """Returns how many sequences the last plan skipped as an adapter was not loaded."""
         return self._admission.num_loading
+
+    @property
+    def awaits_result(self) -> bool:
+        """Returns whether the result in flight must be applied before the next plan.
+
+        The number of its tokens decides where the next chunk starts, or drafts may follow them.
+        """
+        if self.drafts is None:
+            return False
+        return bool(self._drafted) or any(
+            sequence.has_unknown and sequence.num_draftable > 0 and self.drafts.awaits(sequence)
+            for sequence in self._batch
+        )
 
     @property
     def num_preemptions(self) -> int:
@@ -150,6 +173,7 @@ class Scheduler:
 
     def next_plan(self, now: float) -> StepPlan | None:
         """Returns the plan of the next step; None if all sequences wait for their adapters."""
+        assert not self._drafted, "the result of drafts was not applied"
         self._expire(now)
         self._admission.begin_step(now)
         step = _Step(now, self.config.max_batch_tokens, self._waiting.in_order(self._batch))
@@ -164,43 +188,49 @@ class Scheduler:
         if not step.chunks:
             self._admission.reserve_for_first(now)
             return None
-        return StepPlan(tuple(step.chunks), step.has_pooling)
+        return StepPlan(tuple(step.chunks))
 
     def launched(self, plan: StepPlan) -> None:
         """Records that a plan was launched; the next plan may build on its unknown tokens.
 
         The result of the plan before it must have been applied.
         """
+        sequences = self._sequences
         for chunk in plan.chunks:
-            sequence = self._sequences.get(chunk.sequence_id)
+            sequence = sequences.get(chunk.sequence_id)
             if sequence is None:
                 continue
             sequence.num_computed += len(chunk.token_ids)
-            if chunk.sample is not None:
+            num_sampled = chunk.num_sampled
+            if num_sampled == 1:
                 sequence.output_token_ids.append(UNKNOWN_TOKEN)
+            elif num_sampled:
+                # Drafts count once they are accepted.
+                sequence.output_token_ids.append(UNKNOWN_TOKEN)
+                sequence.num_computed -= chunk.num_drafts
+                self._drafted.add(chunk.sequence_id)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Applies the result of a launched plan and returns its events."""
+        self._drafted.clear()
+        sequences, failed = self._sequences, result.failed
         for chunk in plan.chunks:
-            sequence = self._sequences.get(chunk.sequence_id)
+            sequence = sequences.get(chunk.sequence_id)
             if sequence is None:
                 continue
-            reason = result.failed.get(chunk.sequence_id)
-            if reason is not None:
+            if failed and (reason := failed.get(chunk.sequence_id)) is not None:
                 self._fail(sequence, "numeric", numeric_message(sequence, reason))
                 continue
             num_prompt = len(sequence.prompt_token_ids)
             if chunk.start < num_prompt:
-                sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
-                if chunk.pooling is not None:
-                    sequence.add_pooled(result.pooled[chunk.sequence_id])
+                sequence.read(chunk, result)
                 stop = chunk.start + len(chunk.token_ids)
                 # What precedes the start of an aLoRA is of use to others at once.
                 is_shared = stop >= num_prompt or stop == sequence.adapter_start
                 if is_shared and sequence in self._batch:
                     self._batch.share(sequence)
-            if chunk.sample is not None:
-                self._accept(sequence, result)
+            if chunk.num_sampled:
+                self._accept(sequence, chunk, result)
             elif sequence.num_uncomputed == 0:
                 self._end(sequence, end_event(sequence))
         return self.take_events()
@@ -311,21 +341,52 @@ class Scheduler:
 
     def _plan_decodes(self, step: _Step) -> list[Sequence]:
         """Plans one token of each decoding sequence; returns the sequences in prefill."""
-        batch, block_tokens = self._batch, self.config.block_tokens
+        running, block_tokens = self._batch.sequences, self.config.block_tokens
+        num_spare = 0 if self.drafts is None else self._num_spare(step)
         others = []
         for sequence in step.order:
-            if not sequence.is_decoding:
+            outputs, num_tokens = sequence.output_token_ids, sequence.num_computed + 1
+            # Without properties: every step asks for every sequence.
+            if not outputs or len(sequence.prompt_token_ids) + len(outputs) != num_tokens:
                 others.append(sequence)
                 continue
-            if sequence.is_full and sequence.has_unknown or sequence not in batch:
+            if sequence.sequence_id not in running or (sequence.is_full and sequence.has_unknown):
                 continue
-            num_tokens = sequence.num_computed + 1
             has_page = num_tokens <= len(sequence.page_ids) * block_tokens
             if step.budget and (has_page or self._reserve(sequence, num_tokens, step)):
                 step.planned.add(sequence.sequence_id)
-                step.chunks.append(sequence.decode_chunk())
                 step.budget -= 1
+                if num_spare > 0 and (drafts := self._propose(sequence, num_spare)):
+                    step.chunks.append(sequence.draft_chunk(drafts))
+                    step.budget -= len(drafts)
+                    num_spare -= len(drafts)
+                else:
+                    step.chunks.append(sequence.decode_chunk())
         return others
+
+    def _num_spare(self, step: _Step) -> int:
+        """Returns how many drafts the step may have: a token of each sequence goes before them.
+
+        An executor samples max_sequences rows at once.
+        """
+        num_rows = min(len(step.order) + len(self._waiting), self._batch.num_slots)
+        return min(step.budget, self.config.max_sequences) - num_rows
+
+    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """Returns drafts for a decoding sequence, as many as it may have and as fit in pages."""
+        limit = min(limit, sequence.num_draftable)
+        if self.drafts is None or limit <= 0 or sequence.has_unknown:
+            return []
+        drafts = self.drafts.propose(sequence, limit)
+        assert len(drafts) <= limit, f"{len(drafts)} drafts, not {limit}"
+        num_tokens = sequence.num_computed + 1
+        num_reserved = self._admission.num_reserved_against(sequence)
+        if drafts and not self._batch.grow(
+            sequence, num_tokens + len(drafts), num_reserved=num_reserved
+        ):
+            # No sequence is preempted for drafts.
+            drafts = drafts[: len(sequence.page_ids) * self.config.block_tokens - num_tokens]
+        return drafts
 
     def _plan(self, sequence: Sequence, step: _Step) -> None:
         """Plans a chunk of the sequence, unless the budget is used up or it is preempted."""
@@ -338,7 +399,6 @@ class Scheduler:
             return
         sequence.charge_prompt(num_tokens)
         step.planned.add(sequence.sequence_id)
-        step.has_pooling = step.has_pooling or sequence.request.pooling is not None
         step.chunks.append(sequence.chunk(num_tokens))
         step.budget -= num_tokens
 
@@ -362,11 +422,15 @@ class Scheduler:
                 return False
         return True
 
-    def _accept(self, sequence: Sequence, result: StepResult) -> None:
+    def _accept(self, sequence: Sequence, chunk: Chunk, result: StepResult) -> None:
         """Replaces the unknown token by the step's tokens, up to one that ends the sequence."""
-        token_ids = result.token_ids[sequence.sequence_id]
-        logprobs = result.logprobs.get(sequence.sequence_id)
+        token_ids = result.accepted[sequence.sequence_id]
+        logprobs = None
+        if result.logprobs and sequence.request.params.logprobs is not None:
+            logprobs = result.logprobs[sequence.sequence_id][-len(token_ids) :]
         sequence.output_token_ids.pop()
+        if chunk.num_sampled > 1:
+            self._verify(sequence, chunk, token_ids)
         for number, token_id in enumerate(token_ids):
             sequence.output_token_ids.append(token_id)
             sequence.clients.charge(OUTPUT_TOKEN_COST)
@@ -382,6 +446,17 @@ class Scheduler:
                 self._end(sequence, event)
                 return
             self._events.append(event)
+
+    def _verify(self, sequence: Sequence, chunk: Chunk, token_ids: list[int]) -> None:
+        """Counts the accepted drafts as computed and frees the pages of the others.
+
+        Where one of them ends the sequence, those after it are no tokens and are not shared.
+        """
+        num_drafts, num_accepted = chunk.num_drafts, len(token_ids) - 1
+        sequence.commit(num_accepted)
+        self._batch.trim(sequence, sequence.num_computed + 1)
+        if self.drafts is not None:
+            self.drafts.verified(sequence, num_drafts=num_drafts, num_accepted=num_accepted)
 
     def _fail(self, sequence: Sequence, code: str, message: str) -> None:
         for choice in list(self._by_request[sequence.request.request_id].values()):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from loramux.memory.pages import Owner
@@ -12,7 +14,15 @@ from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Clients, PreemptionLimit
 from loramux.types.pooling import Pooling
 from loramux.types.request import BASE_SELECTION, Request, TokenLogprob
-from loramux.types.step import UNKNOWN_TOKEN, Chunk, SampleRow, TokenConstraint
+from loramux.types.step import (
+    UNKNOWN_TOKEN,
+    Chunk,
+    NextTokens,
+    Rows,
+    SampleRow,
+    StepResult,
+    TokenConstraint,
+)
 
 _CHOICE_STRIDE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -47,6 +57,8 @@ class Sequence:
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.num_computed = 0
+        self.num_drafts = 0
+        """Drafts of its chunk that is planned or in flight; they are not among its tokens."""
         self.page_ids: list[int] = []
         self.lease: PrefixLease | None = None
         """The lease of the shared pages, which are the first of page_ids."""
@@ -76,6 +88,7 @@ class Sequence:
             output_token_ids=self.output_token_ids,
             constraint=constraint,
         )
+        self._decode_rows = (Rows(0, 1, self._sample_row),)
         self._num_starts = 0
         self._num_charged = 0
 
@@ -108,6 +121,16 @@ class Sequence:
         return len(self.output_token_ids) >= self._max_outputs
 
     @property
+    def num_draftable(self) -> int:
+        """Returns how many drafts may follow its newest token: the last token needs none.
+
+        After a token that is not known yet, as many may follow it at most.
+        """
+        if self.constraint is not None or not self.is_decoding:
+            return 0
+        return self._max_outputs - len(self.output_token_ids) - 1
+
+    @property
     def num_shared_pages(self) -> int:
         return 0 if self.lease is None else len(self.lease.page_ids)
 
@@ -118,13 +141,11 @@ class Sequence:
         return num_tokens == self.num_computed + 1 and bool(outputs)
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.request.params.prompt_logprobs is not None and not self.output_token_ids
-
-    @property
     def needs_all_tokens(self) -> bool:
         """Returns whether the hidden state of every prompt token is asked for."""
-        return self.request.pooling is Pooling.MEAN or self.wants_prompt_logprobs
+        request = self.request
+        wants_logprobs = request.params.prompt_logprobs is not None and not self.output_token_ids
+        return wants_logprobs or request.pooling is Pooling.MEAN
 
     def reusable_token_ids(self) -> list[int]:
         """Returns the tokens that may come from the prefix cache: all but the last one."""
@@ -145,21 +166,14 @@ class Sequence:
         R16: they are either all before the adapter's start or none of them is.
         """
         start, stop = self.num_computed, self.num_computed + num_tokens
-        completes = stop == self.num_tokens
-        is_sampled = completes and self.request.params.max_tokens > 0
-        wants_logprobs = self.wants_prompt_logprobs
         return Chunk(
             sequence_id=self.sequence_id,
             token_ids=self.tokens(start, stop),
             start=start,
             page_ids=self.page_ids,
             selection=BASE_SELECTION if start < self.adapter_start else self.request.selection,
-            sample=self._sample_row if is_sampled else None,
-            prompt_logprobs=self.request.params.prompt_logprobs if wants_logprobs else None,
-            next_prompt_token_ids=self.prompt_token_ids[start + 1 : stop + 1]
-            if wants_logprobs
-            else (),
-            pooling=self._pooling(completes=completes),
+            rows=tuple(self._rows(start, stop)),
+            num_sampled=int(stop == self.num_tokens and self.request.params.max_tokens > 0),
         )
 
     def decode_chunk(self) -> Chunk:
@@ -170,13 +184,57 @@ class Sequence:
             self.num_computed,
             self.page_ids,
             self.request.selection,
-            self._sample_row,
+            self._decode_rows,
+            1,
         )
 
-    def _pooling(self, *, completes: bool) -> Pooling | None:
-        """Returns what a chunk pools; only MEAN reads chunks before the last one."""
-        pooling = self.request.pooling
-        return pooling if completes or pooling is Pooling.MEAN else None
+    def draft_chunk(self, drafts: list[int]) -> Chunk:
+        """Returns the chunk of a decoding sequence whose newest token is followed by drafts.
+
+        Each row is sampled as if the drafts before it were accepted.
+        """
+        outputs, row = self.output_token_ids, self._sample_row
+        self.num_drafts = len(drafts)
+        after = (
+            Rows(count, 1, replace(row, output_token_ids=outputs + drafts[:count]))
+            for count in range(1, len(drafts) + 1)
+        )
+        return Chunk(
+            self.sequence_id,
+            outputs[-1:] + drafts,
+            self.num_computed,
+            self.page_ids,
+            self.request.selection,
+            (*self._decode_rows, *after),
+            1 + len(drafts),
+        )
+
+    def commit(self, num_accepted: int) -> None:
+        """Counts the accepted drafts, which are tokens now, as computed; drops the others."""
+        self.num_computed += num_accepted
+        self.num_drafts = 0
+
+    def _rows(self, start: int, stop: int) -> Iterator[Rows]:
+        """Yields which tokens of a chunk are read, and what for."""
+        params, pooling = self.request.params, self.request.pooling
+        if params.prompt_logprobs is not None and not self.output_token_ids:
+            following = self.prompt_token_ids[start + 1 : stop + 1]
+            if following:
+                yield Rows(0, len(following), NextTokens(following, params.prompt_logprobs))
+        if pooling is Pooling.MEAN:
+            yield Rows(0, stop - start, pooling)
+        elif stop == self.num_tokens and pooling is not None:
+            yield Rows(stop - start - 1, 1, pooling)
+        elif stop == self.num_tokens and params.max_tokens > 0:
+            yield Rows(stop - start - 1, 1, self._sample_row)
+
+    def read(self, chunk: Chunk, result: StepResult) -> None:
+        """Keeps what a chunk of the prompt was read for beside its next token."""
+        for rows in chunk.rows:
+            if isinstance(rows.use, NextTokens):
+                self.prompt_logprobs += result.logprobs[self.sequence_id][: rows.count]
+            elif isinstance(rows.use, Pooling):
+                self.add_pooled(result.pooled[self.sequence_id])
 
     def add_pooled(self, pooled: NDArray[np.float64]) -> None:
         self.pooled = pooled if self.pooled is None else self.pooled + pooled
@@ -208,6 +266,7 @@ class Sequence:
     def restart(self, now: float) -> None:
         """Resets the computed state after a preemption; the tokens stay."""
         self.num_computed = 0
+        self.num_drafts = 0
         self.page_ids = []
         self.prompt_logprobs = []
         self.pooled = None

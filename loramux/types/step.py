@@ -68,6 +68,27 @@ UNKNOWN_TOKEN = -1
 """Placeholder for a token that an in-flight step is going to sample."""
 
 
+class NextTokens(msgspec.Struct, frozen=True, gc=False):
+    """The tokens that follow some rows, whose log-probabilities are asked for."""
+
+    token_ids: Sequence[int]
+    top: int
+    """Number of alternatives to report for each."""
+
+
+class Rows(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive tokens of a chunk whose hidden states are read, and what for.
+
+    A token is sampled after each row of a SampleRow, each row of NextTokens scores the token that
+    follows it, and a Pooling sums its rows (MEAN) or reads the only one.
+    """
+
+    start: int
+    """Index of the first row in the chunk."""
+    count: int
+    use: SampleRow | NextTokens | Pooling
+
+
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The tokens that one sequence adds to a step."""
 
@@ -79,20 +100,24 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     page_ids: Sequence[int]
     """KV pages of the sequence in order, including those that this chunk writes."""
     selection: Selection
-    sample: SampleRow | None
-    """None if the prompt continues in a later step."""
-    prompt_logprobs: int | None = None
-    next_prompt_token_ids: Sequence[int] = ()
-    """With prompt_logprobs: the prompt token after each token of the chunk, if there is one."""
-    pooling: Pooling | None = None
-    """Pools hidden states of this chunk: of all its tokens (MEAN), or of its last one."""
+    rows: tuple[Rows, ...] = ()
+    """Disjoint and in order; each sampled row is one of its own, and they are the last."""
+    num_sampled: int = 0
+    """Number of sampled rows; 0 if the prompt continues in a later step."""
+
+    @property
+    def num_drafts(self) -> int:
+        """The last tokens are so many drafts: each counts if the row before it samples it."""
+        return self.num_sampled - 1 if self.num_sampled else 0
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     chunks: tuple[Chunk, ...]
-    has_pooling: bool = False
-    """Whether any chunk has."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,18 +126,18 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    token_ids: dict[int, list[int]]
-    """sequence_id -> new tokens, for each chunk with a sample row. Only a step that is done when
-    `launch` returns may give more than one: the next plan must know their number."""
+    accepted: dict[int, list[int]]
+    """sequence_id -> the tokens of its sampled rows, up to the first that differs from its draft:
+    at most one more than the drafts of the chunk."""
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    """sequence_id -> one entry for each of its tokens, if the request asked for logprobs."""
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """sequence_id -> one entry for each row of NextTokens, then, if the request asks for them, one
+    for each accepted token."""
     failed: dict[int, str] = field(default_factory=dict)
     """sequence_id -> why the sequence has no valid token, as a clause ("a logit is NaN"). It ends
     with an error, whatever the other fields have for it."""
     pooled: dict[int, NDArray[np.float64]] = field(default_factory=dict)
-    """sequence_id -> the hidden state that a chunk with pooling asks for, or the sum of all (MEAN),
-    or the outputs of the head."""
+    """sequence_id -> the hidden state of a row with pooling, or the sum of all (MEAN), or the
+    outputs of the head."""
 
 
 BeforeChoice = Callable[[], None]

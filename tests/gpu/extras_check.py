@@ -37,6 +37,7 @@ from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
+from tests.chunk_factory import make_chunk
 from tests.device_factory import runner_with
 from tests.extras_factory import (
     BIAS,
@@ -153,7 +154,7 @@ GREEDY = SampleRow(SamplingParams(temperature=0.0), 0, (), ())
 
 
 def decode(number: int, token: int, start: int, pages: list[int], selection: Selection) -> Chunk:
-    return Chunk(number, (token,), start, pages, selection, sample=GREEDY)
+    return make_chunk(number, (token,), start, pages, selection, sample=GREEDY)
 
 
 def lease(engine: Engine, *selections: Selection) -> None:
@@ -213,7 +214,7 @@ def engine_errors(
     prompts = [tuple(range(7 + i, 12 + 3 * i)) for i in range(len(selections))]
     pages = [[last - 5 * i - n for n in range(5)] for i in range(len(selections))]
     prefills = tuple(
-        Chunk(i, prompts[i], 0, pages[i], selection, sample=GREEDY)
+        make_chunk(i, prompts[i], 0, pages[i], selection, sample=GREEDY)
         for i, selection in enumerate(selections)
     )
     decodes = tuple(
@@ -231,7 +232,7 @@ def engine_errors(
         errors[f"{name} without graph"] = relative(eager, expected)
         runner.run(plan)
         capture_wanted(runner)
-        tokens = runner.run(plan).token_ids
+        tokens = runner.run(plan).accepted
         best = {i: float(expected[i].max() - expected[i][tokens[i][0]]) for i in tokens}
         assert max(best.values()) < 0.1, f"{name}: chosen tokens are not the best ones, {best}"
         if len(next(iter(expected.values()))) > vocab:

@@ -46,6 +46,7 @@ from loramux.types.composition import compose
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan, StepResult
+from tests.chunk_factory import make_chunk
 from tests.gpu.engine_check import request
 
 ALL = PROJECTIONS["all"]
@@ -240,7 +241,7 @@ class Steps:
         tokens = tuple((7 * number + 13 * at + 3) % vocab for at in range(start, start + length))
         params = SamplingParams(temperature=0.0 if number % 2 else 0.8)
         sample = SampleRow(params, number, (5,), (9,))
-        return Chunk(number, tokens, start, pages, selection, sample)
+        return make_chunk(number, tokens, start, pages, selection, sample)
 
     def _prefill(self, name: str, selections: Sequence[Selection], num_rows: int) -> None:
         chunks: list[Chunk] = []
@@ -270,7 +271,7 @@ class Steps:
         # Large models have no graphs of large prefill steps.
         if seen:
             path, logits = seen[-1]
-            of_graph = dict(zip(result.token_ids, logits.unsqueeze(1), strict=True))
+            of_graph = dict(zip(result.accepted, logits.unsqueeze(1), strict=True))
             self._keep(f"{name}: {path}", plan, result, of_graph)
         found = runner.logits(plan)
         with torch.inference_mode():

@@ -9,6 +9,7 @@ from loramux.errors import InvalidRequest
 from loramux.types.request import LoRARequest, Request
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, StepPlan
+from tests.chunk_factory import make_chunk
 
 OUT_OF_RANGE = [
     {"n": 0},
@@ -136,7 +137,7 @@ def test_a_lora_request_names_its_invalid_field(fields: tuple[str, int, str], pa
 
 def test_a_plan_counts_the_tokens_of_all_its_chunks() -> None:
     def chunk(*token_ids: int) -> Chunk:
-        return Chunk(
+        return make_chunk(
             sequence_id=0, token_ids=token_ids, start=0, page_ids=(0,), selection=(), sample=None
         )
 

@@ -142,11 +142,12 @@ class Constraints:
     def rows_of(self, plan: StepPlan) -> list[SampleRow]:
         """Return the rows of a plan whose next token depends on a constraint."""
         return [
-            chunk.sample
+            row
             for chunk in plan.chunks
-            if chunk.sample is not None
-            and chunk.sample.constraint is not None
-            and chunk.sample.is_constrained
+            for rows in chunk.rows
+            if type(row := rows.use) is SampleRow
+            and row.constraint is not None
+            and row.is_constrained
         ]
 
     def fill(self, rows: Iterable[SampleRow]) -> None:

@@ -62,7 +62,7 @@ def test_resident_adapters_are_capped_by_the_directory(
 def test_the_largest_step_has_all_tokens_and_samples(plan: GpuPlan) -> None:
     step = largest_step(plan)
     assert step.num_tokens == 20 and len(step.chunks) == 3
-    assert all(chunk.sample is not None for chunk in step.chunks)
+    assert all(chunk.num_sampled for chunk in step.chunks)
     pages = [page for chunk in step.chunks for page in chunk.page_ids]
     assert len(set(pages)) == len(pages)
     pool = plan.make_pool(max(pages) + 1, torch.device("cpu"))

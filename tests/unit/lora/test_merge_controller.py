@@ -13,8 +13,9 @@ from loramux.engine.engine import Engine
 from loramux.lora.merge_controller import MergeController, common_selection
 from loramux.lora.merge_policy import MergeRules, MergeState
 from loramux.types.request import Request, Selection
-from loramux.types.step import Chunk, StepPlan, StepResult
+from loramux.types.step import StepPlan, StepResult
 from tests.adapter_factory import lora_config_dict, lora_tensors, make_peft_adapter, write_adapter
+from tests.chunk_factory import make_chunk
 from tests.engine_factory import cpu_runner, make_engine, make_prompt, make_request, run_all
 from tests.model_factory import tiny_transformers_model
 from tests.unit.lora.test_merge import ALL_LINEAR, base_digest, source_of
@@ -279,7 +280,7 @@ def test_a_forward_that_fails_leaves_nothing_merged(serving: Serving, folders: l
     selection = select(serving.engine, folders[0])
     (base,) = serving.engine.prompt_logits([((5, 6, 7), ())])
     serving.merge(selection)
-    plan = StepPlan((Chunk(0, (5,), 0, [10_000_000], selection, sample=None),))
+    plan = StepPlan((make_chunk(0, (5,), 0, [10_000_000], selection),))
     merged = []
     for turn in range(4):
         with pytest.raises(IndexError), serving.controller.step(plan):

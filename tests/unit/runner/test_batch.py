@@ -4,13 +4,14 @@ import torch
 
 from loramux.runner.batch import build_batch, half_filled_pages, selected_rows
 from loramux.types.step import Chunk
+from tests.chunk_factory import make_chunk
 from tests.device_factory import row
 
 CPU = torch.device("cpu")
 
 
 def chunk(start: int, num_tokens: int, page_ids: list[int]) -> Chunk:
-    return Chunk(0, list(range(num_tokens)), start, page_ids, (), sample=None)
+    return make_chunk(0, list(range(num_tokens)), start, page_ids, ())
 
 
 def test_rows_are_in_chunk_order() -> None:
@@ -33,18 +34,19 @@ def test_pages_that_a_step_starts_but_does_not_fill_are_cleared() -> None:
         assert half_filled_pages([piece], block_tokens=4) == expected, name
 
 
-def test_sampled_rows_are_selected_if_nothing_else_is_needed() -> None:
+def test_the_rows_that_are_read_are_selected_if_others_are_not() -> None:
     """A row too few is a wrong token, a row too many is time."""
-    inner, last = chunk(0, 5, [1]), Chunk(1, [1, 2, 3], 4, [2], (), sample=row())
-    decode = Chunk(2, [1], 8, [3], (), sample=row())
-    asks = Chunk(3, [1, 2], 0, [4], (), row(), prompt_logprobs=0, next_prompt_token_ids=[2])
+    inner, last = chunk(0, 5, [1]), make_chunk(1, [1, 2, 3], 4, [2], (), sample=row())
+    decode = make_chunk(2, [1], 8, [3], (), sample=row())
+    asks = make_chunk(3, [1, 2], 0, [4], (), row(), following=[2])
     cases = {
         "inner parts alone": ([inner], []),
         "one of many rows": ([inner, last], [7]),
         "in the order of the rows": ([decode, inner, last], [0, 8]),
         "decodes alone": ([decode, decode], None),
         "nearly all rows": ([*[decode] * 6, last], None),
-        "prompt logprobs read every row": ([inner, asks], None),
+        "beside scored rows": ([inner, asks], [5, 6]),
+        "scored rows of most": ([asks, asks], None),
     }
     for name, (chunks, expected) in cases.items():
         assert selected_rows(build_batch(chunks, CPU)) == expected, name

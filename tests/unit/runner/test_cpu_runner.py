@@ -10,6 +10,7 @@ from loramux.engine.engine import Engine
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan, StepResult
+from tests.chunk_factory import make_chunk
 from tests.device_factory import lease, mixed_selections, reference_engine, two_adapters
 from tests.engine_factory import cpu_runner, make_engine, make_prompt, run_step
 from tests.memory_factory import InlineExecutor
@@ -44,42 +45,39 @@ def test_every_family_equals_transformers_with_paged_kv_in_any_chunks(
     for cuts in ([0, 37], [0, 20, 21, 37], list(range(38))):
         parts = []
         for start, stop in zip(cuts, cuts[1:], strict=False):
-            piece = Chunk(0, tokens[start:stop], start, [5, 1, 3], (), sample=None)
+            piece = make_chunk(0, tokens[start:stop], start, [5, 1, 3], ())
             parts.append(engine.executor.logits(StepPlan((piece,)))[0])
         torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_only_chunks_with_a_sample_row_get_a_token(engine: Engine) -> None:
-    first = Chunk(4, (5, 6, 7), 0, [0], (), sample=None)
-    second = Chunk(9, (5, 6), 0, [1], (), sample=sample_row(logprobs=1))
+    first = make_chunk(4, (5, 6, 7), 0, [0], ())
+    second = make_chunk(9, (5, 6), 0, [1], (), sample=sample_row(logprobs=1))
     result = run_step(engine, StepPlan((first, second)))
-    assert list(result.token_ids) == [9] and list(result.logprobs) == [9]
+    assert list(result.accepted) == [9] and list(result.logprobs) == [9]
     logits = engine.executor.logits(StepPlan((second,)))[9]
-    assert result.token_ids[9] == [int(logits[-1].argmax())]
+    assert result.accepted[9] == [int(logits[-1].argmax())]
 
 
 def test_prompt_logprobs_are_those_of_the_next_prompt_tokens(engine: Engine) -> None:
     tokens = make_prompt(6, seed=3)
-    piece = Chunk(
+    piece = make_chunk(
         1,
         tokens,
         0,
         [0],
         (),
         sample=sample_row(),
-        prompt_logprobs=0,
-        next_prompt_token_ids=tokens[1:],
+        following=tokens[1:],
     )
     result = run_step(engine, StepPlan((piece,)))
     logits = engine.executor.logits(StepPlan((piece,)))[1].log_softmax(-1)
     expected = [float(logits[i, token]) for i, token in enumerate(tokens[1:])]
-    assert [entry.logprob for entry in result.prompt_logprobs[1]] == pytest.approx(
-        expected, abs=1e-5
-    )
+    assert [entry.logprob for entry in result.logprobs[1]] == pytest.approx(expected, abs=1e-5)
 
 
 def test_old_page_contents_never_reach_the_next_owner(engine: Engine) -> None:
-    piece = Chunk(0, make_prompt(5, seed=1), 0, [2], (), sample=None)
+    piece = make_chunk(0, make_prompt(5, seed=1), 0, [2], ())
     clean = engine.executor.logits(StepPlan((piece,)))[0]
     cpu_runner(engine)._pool.storage.fill_(float("nan"))
     try:
@@ -96,7 +94,7 @@ def mixed_steps(selections: list[Selection], last_page: int) -> list[StepPlan]:
         tokens = (*prompts[i], 7)[start:stop]
         pages = [last_page - 3 * i - j for j in range(3)]
         row = sample_row(logprobs=2) if stop >= len(prompts[i]) else None
-        return Chunk(i, tokens, start, pages, selections[i], sample=row)
+        return make_chunk(i, tokens, start, pages, selections[i], sample=row)
 
     cuts = [
         [(1, 0, 6), (3, 0, 5), (5, 0, 20)],
@@ -108,12 +106,12 @@ def mixed_steps(selections: list[Selection], last_page: int) -> list[StepPlan]:
 
 
 def check_samples(plan: StepPlan, result: StepResult, logits: dict[int, Tensor]) -> None:
-    sampled = {chunk.sequence_id for chunk in plan.chunks if chunk.sample is not None}
-    assert result.token_ids.keys() == result.logprobs.keys() == sampled
+    sampled = {chunk.sequence_id for chunk in plan.chunks if chunk.num_sampled}
+    assert result.accepted.keys() == result.logprobs.keys() == sampled
     for number in sampled:
         expected = logits[number][-1].log_softmax(-1)
-        assert result.token_ids[number] == [int(expected.argmax())]
-        assert result.logprobs[number][0].logprob == pytest.approx(float(expected.max()), abs=1e-4)
+        assert result.accepted[number] == [int(expected.argmax())]
+        assert result.logprobs[number][-1].logprob == pytest.approx(float(expected.max()), abs=1e-4)
 
 
 def test_a_mixed_batch_samples_by_the_logits_of_all_tokens(tmp_path: Path) -> None:
@@ -135,23 +133,22 @@ def test_a_mixed_batch_samples_by_the_logits_of_all_tokens(tmp_path: Path) -> No
 
 def test_prompt_logprobs_in_a_batch_with_other_requests(engine: Engine) -> None:
     tokens = make_prompt(9, seed=3)
-    asks = Chunk(
+    asks = make_chunk(
         1,
         tokens,
         0,
         [0],
         (),
         sample=sample_row(logprobs=0),
-        prompt_logprobs=0,
-        next_prompt_token_ids=tokens[1:],
+        following=tokens[1:],
     )
-    other = Chunk(2, make_prompt(12, seed=4), 0, [1], (), sample=sample_row(logprobs=0))
-    inner = Chunk(3, make_prompt(12, seed=5), 0, [2], (), sample=None)
+    other = make_chunk(2, make_prompt(12, seed=4), 0, [1], (), sample=sample_row(logprobs=0))
+    inner = make_chunk(3, make_prompt(12, seed=5), 0, [2], ())
     plan = StepPlan((inner, asks, other))
     result, logits = run_step(engine, plan), engine.executor.logits(plan)
     check_samples(plan, result, logits)
-    assert list(result.prompt_logprobs) == [1]
+    assert [len(result.logprobs[number]) for number in (1, 2)] == [9, 1]
     rows = logits[1].log_softmax(-1)
     expected = [float(rows[i, token]) for i, token in enumerate(tokens[1:])]
-    found = [entry.logprob for entry in result.prompt_logprobs[1]]
+    found = [entry.logprob for entry in result.logprobs[1][:-1]]
     assert found == pytest.approx(expected, abs=1e-5)

@@ -4,18 +4,18 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from loramux.engine.engine import Engine
 from loramux.lora.graph_lora import BASE_MODE, LoraMode
 from loramux.memory.device import GraphMaker
-from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
+from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits
 from loramux.runner.gpu_runner import GpuRunner
 from loramux.types.request import Selection
-from loramux.types.step import Chunk, StepPlan
+from loramux.types.step import StepPlan
 from tests.adapter_factory import ATTENTION, make_peft_adapter
+from tests.chunk_factory import make_chunk
 from tests.device_factory import (
     ALL_LINEAR,
     decode,
@@ -50,13 +50,6 @@ def test_batch_sizes_end_with_the_largest_possible_batch(most: int, sizes: list[
     assert DecodeLimits(max_sequences=most, max_pages=1).batch_sizes == sizes
 
 
-def test_only_a_single_sampled_token_is_a_decode() -> None:
-    assert is_decode(Chunk(0, (1,), 3, [0], (), sample=row()))
-    assert not is_decode(Chunk(0, (1,), 3, [0], (), sample=None))
-    assert not is_decode(Chunk(0, (1, 2), 3, [0], (), sample=row()))
-    assert not is_decode(Chunk(0, (1,), 0, [0], (), sample=row(), prompt_logprobs=0))
-
-
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
@@ -82,7 +75,7 @@ def test_a_decode_step_equals_its_sequences_computed_one_by_one(
     pages = [[last - 2 * i, last - 2 * i - 1] for i in range(len(selections))]
     lengths = [3, 17, 9, 16, 1]
     prompts = [
-        Chunk(i, make_prompt(lengths[i], seed=i), 0, pages[i], selection, sample=None)
+        make_chunk(i, make_prompt(lengths[i], seed=i), 0, pages[i], selection)
         for i, selection in enumerate(selections)
     ]
     runner.run(StepPlan(tuple(prompts)))
@@ -95,7 +88,7 @@ def test_a_decode_step_equals_its_sequences_computed_one_by_one(
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
         found = launch.logits[chunk.sequence_id].float()
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
-        assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
+        assert result.accepted[chunk.sequence_id] == [int(logits.argmax())]
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -166,7 +159,7 @@ def test_every_mode_gives_the_logits_of_peft(
     pages = {name: [last - i] for i, name in enumerate(selections)}
     prompt = make_prompt(5, seed=3)
     for name, selection in selections.items():
-        runner.logits(StepPlan((Chunk(0, prompt, 0, pages[name], selection, sample=None),)))
+        runner.logits(StepPlan((make_chunk(0, prompt, 0, pages[name], selection),)))
     found = steps_of_kinds(runner, selections, pages, modes)
     assert set(found) == set(selections)
     for name, logits in found.items():
@@ -189,16 +182,16 @@ def test_device_and_full_sampler_in_one_batch(
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=4)[1]
     samples = [row(temperature=0.9), row(top_p=0.5, temperature=1.0), row(logprobs=1)]
-    chunks = [Chunk(i, (8,), 0, [i], (), sample=sample) for i, sample in enumerate(samples)]
+    chunks = [make_chunk(i, (8,), 0, [i], (), sample=sample) for i, sample in enumerate(samples)]
     together = runner.run(StepPlan(tuple(chunks)))
     assert last_launch(runner)[0] == "decode"
     # Prompt log-probabilities: no graph computes them.
-    others = [msgspec.structs.replace(chunk, prompt_logprobs=0) for chunk in chunks]
     apart = []
-    for chunk in others:
-        apart.append(runner.run(StepPlan((chunk,))))
+    for chunk in chunks:
+        scored = make_chunk(9, (8, 5), 0, [9], following=(5,))
+        apart.append(runner.run(StepPlan((chunk, scored))))
         assert [launch.kind for launch in runner.trace()] == [None]
-    assert together.token_ids == {i: result.token_ids[i] for i, result in enumerate(apart)}
+    assert together.accepted == {i: result.accepted[i] for i, result in enumerate(apart)}
     assert list(together.logprobs) == [2]
 
 
@@ -342,7 +335,7 @@ def test_a_graph_captured_in_a_step_runs_once(
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2, max_batch_tokens=40)[1]
     runs = costly_captures(runner)
-    first = Chunk(0, (8, 9), 0, [0], (), sample=row())
+    first = make_chunk(0, (8, 9), 0, [0], (), sample=row())
     for _ in range(2):
         runner.run(StepPlan((first,)))
         runner.run(StepPlan((decode(0, 3, 2, [0], ()),)))

@@ -9,7 +9,8 @@ from loramux.kernels.gpu.attention import ops as interpreted_attention
 from loramux.kernels.reference import elementwise, lora_segmented
 from loramux.kernels.select import select_device_kernels
 from loramux.runner.gpu_decoder import GpuDecoder
-from loramux.types.step import Chunk, StepPlan
+from loramux.types.step import StepPlan
+from tests.chunk_factory import make_chunk
 from tests.device_factory import SplitKGemms, device_engine, reference_engine
 from tests.engine_factory import make_prompt
 from tests.model_factory import tiny_transformers_model
@@ -27,12 +28,12 @@ def test_every_family_equals_the_reference_in_any_chunks(
     """Covers biases, head norms, sandwich norms, windows with their own rope, softcaps."""
     model = tiny_transformers_model(family)
     tokens = make_prompt(20, seed=2)
-    whole = StepPlan((Chunk(0, tokens, 0, [5, 1], (), sample=None),))
+    whole = StepPlan((make_chunk(0, tokens, 0, [5, 1], ()),))
     expected = reference_engine(model, tmp_path).executor.logits(whole)[0]
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
     parts = []
     for start, stop in ((0, 15), (15, 20)):
-        piece = Chunk(0, tokens[start:stop], start, [5, 1], (), sample=None)
+        piece = make_chunk(0, tokens[start:stop], start, [5, 1], ())
         parts.append(runner.logits(StepPlan((piece,)))[0])
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
@@ -44,7 +45,7 @@ def test_split_k_gemms_give_what_whole_ones_give(
     """o and down of every layer, with norms after them and without."""
     model = tiny_transformers_model(family)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
-    step = StepPlan((Chunk(0, make_prompt(9, seed=2), 0, [5, 1], (), sample=None),))
+    step = StepPlan((make_chunk(0, make_prompt(9, seed=2), 0, [5, 1], ()),))
     whole = runner.logits(step)[0]
     gemms = runner._decoder.gemms = SplitKGemms(2)
     torch.testing.assert_close(runner.logits(step)[0], whole, atol=1e-4, rtol=1e-4)

@@ -17,7 +17,8 @@ from loramux.lora.graph_lora import BASE_MODE, LoraMode, LoraPath
 from loramux.memory.device import GraphMaker
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.request import Selection
-from loramux.types.step import BeforeChoice, Chunk, InFlightStep, StepPlan
+from loramux.types.step import BeforeChoice, InFlightStep, StepPlan
+from tests.chunk_factory import make_chunk
 from tests.device_factory import decode, device_engine, last_launch, lease, row, runner_with
 from tests.engine_factory import make_prompt, make_request, run_all
 from tests.extras_factory import one
@@ -64,10 +65,10 @@ class Scene:
 
     def prefill(self) -> dict[int, list[int]]:
         chunks = [
-            Chunk(i, prompt, 0, self.pages[i], self.selections[i], sample=row())
+            make_chunk(i, prompt, 0, self.pages[i], self.selections[i], sample=row())
             for i, prompt in enumerate(self.prompts)
         ]
-        return self.runner.run(StepPlan(tuple(chunks))).token_ids
+        return self.runner.run(StepPlan(tuple(chunks))).accepted
 
     def decode(self, token: int) -> tuple[dict[int, list[int]], dict[int, Tensor]]:
         """The tokens of a decode step, and its logits by sequence."""
@@ -75,7 +76,7 @@ class Scene:
             decode(i, token, len(prompt), self.pages[i], self.selections[i])
             for i, prompt in enumerate(self.prompts)
         ]
-        tokens = self.runner.run(StepPlan(tuple(chunks))).token_ids
+        tokens = self.runner.run(StepPlan(tuple(chunks))).accepted
         return tokens, last_launch(self.runner)[2]
 
 
@@ -105,7 +106,7 @@ def test_a_mixed_batch_equals_merged_models(
         torch.testing.assert_close(logits[number].float(), expected, atol=2e-4, rtol=2e-4)
         assert tokens[number] == [int(expected.argmax())]
         # Without graphs.
-        chunk = Chunk(0, (*prompt, 40), 0, scene.pages[number], selection, sample=None)
+        chunk = make_chunk(0, (*prompt, 40), 0, scene.pages[number], selection)
         whole = runner.logits(StepPlan((chunk,)))[0][-1]
         torch.testing.assert_close(whole, expected, atol=2e-4, rtol=2e-4)
 
@@ -123,7 +124,7 @@ def test_an_added_vocabulary_widens_the_logits_of_its_steps(
     # An added token in the prompt.
     scene.prompts[0] = (*scene.prompts[0], 260)
     chunks = [
-        Chunk(i, prompt, 0, scene.pages[i], selections[i], sample=row(logprobs=3))
+        make_chunk(i, prompt, 0, scene.pages[i], selections[i], sample=row(logprobs=3))
         for i, prompt in enumerate(scene.prompts)
     ]
     found = runner.run(StepPlan(tuple(chunks)))
@@ -131,7 +132,7 @@ def test_an_added_vocabulary_widens_the_logits_of_its_steps(
     for number, prompt in enumerate(scene.prompts):
         expected = padded(expected_logits(model, adapters, selections[number], prompt), 263)
         torch.testing.assert_close(logits[number][-1], expected, atol=2e-4, rtol=2e-4)
-        assert found.token_ids[number] == [int(expected.argmax())]
+        assert found.accepted[number] == [int(expected.argmax())]
         (described,) = found.logprobs[number]
         assert described.logprob == pytest.approx(float(expected.log_softmax(-1).max()), abs=1e-4)
     alone = runner.logits(StepPlan((chunks[1],)))
@@ -149,16 +150,16 @@ def test_prompt_logprobs_are_those_of_the_own_head(
     lease(engine, *selections)
     scene = Scene(runner, engine, selections, vocab=200)
     chunks = [
-        Chunk(
+        make_chunk(
             *(i, prompt, 0, scene.pages[i], selections[i]),
-            sample=None, prompt_logprobs=0, next_prompt_token_ids=prompt[1:],
+            following=prompt[1:],
         )
         for i, prompt in enumerate(scene.prompts)
     ]  # fmt: skip
     result = runner.run(StepPlan(tuple(chunks)))
     for number, prompt in enumerate(scene.prompts):
         logits = expected_logits(model, adapters, selections[number], prompt[:-1])
-        last = result.prompt_logprobs[number][-1]
+        last = result.logprobs[number][-1]
         assert last.logprob == pytest.approx(float(logits.log_softmax(-1)[prompt[-1]]), abs=2e-4)
 
 

@@ -24,9 +24,10 @@ from loramux.runner.gpu_ops import (
 )
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.request import Selection
-from loramux.types.step import BeforeChoice, Chunk, InFlightStep, StepPlan
+from loramux.types.step import BeforeChoice, InFlightStep, StepPlan
 from tests.adapter_factory import make_peft_adapter
 from tests.augmented_factory import ROW, TILE
+from tests.chunk_factory import make_chunk
 from tests.device_factory import (
     ALL_LINEAR,
     SplitKGemms,
@@ -99,7 +100,7 @@ def test_a_step_on_augmented_weights_equals_its_rows_computed_one_by_one(
     pages = [[last - 2 * i, last - 2 * i - 1] for i in range(len(selections))]
     lengths = [3, 17, 9, 16, 1]
     prompts = [
-        Chunk(i, make_prompt(lengths[i], seed=i), 0, pages[i], selection, sample=None)
+        make_chunk(i, make_prompt(lengths[i], seed=i), 0, pages[i], selection)
         for i, selection in enumerate(selections)
     ]
     runner.logits(StepPlan(tuple(prompts)))
@@ -119,7 +120,7 @@ def test_a_step_on_augmented_weights_equals_its_rows_computed_one_by_one(
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
         found = graph_logits[chunk.sequence_id].float()
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
-        assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
+        assert result.accepted[chunk.sequence_id] == [int(logits.argmax())]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +170,9 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
     last = engine.pages.num_pages - 1
     for mode, selection in selections.items():
         step = StepPlan((decode(0, 7, 0, [last], selection), decode(1, 8, 0, [last - 1], ())))
-        expected = runner.run(step).token_ids
+        expected = runner.run(step).accepted
         for _ in range(NUM_REPEATS):
-            assert fast.run(step).token_ids == expected
+            assert fast.run(step).accepted == expected
         assert modes[-1] == mode
         found, known = (last_launch(one)[2] for one in (fast, runner))
         torch.testing.assert_close(found, known, atol=1e-4, rtol=1e-4)

@@ -14,7 +14,8 @@ import torch
 
 from loramux.errors import DoesNotFit
 from loramux.runner.gpu_runner import BatchLimits
-from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan
+from loramux.types.step import UNKNOWN_TOKEN, StepPlan
+from tests.chunk_factory import make_chunk
 from tests.device_factory import (
     decode,
     device_engine,
@@ -170,7 +171,7 @@ def test_logits_of_chunks_and_decodes_equal_those_of_the_reference(
         parts = []
         for cut in (slice(0, 17), slice(17, 20)):
             chunks = [
-                Chunk(i, tokens[cut], cut.start, [last - 2 * i, last - 2 * i - 1], s, sample=None)
+                make_chunk(i, tokens[cut], cut.start, [last - 2 * i, last - 2 * i - 1], s)
                 for i, s in enumerate(selections)
             ]
             logits = engine.executor.logits(StepPlan(tuple(chunks)))
@@ -187,30 +188,28 @@ def test_logprobs_do_not_depend_on_the_sampler(
     rows = [row(), row(temperature=0.8), row(top_k=5, temperature=1.0), row(logprobs=2)]
     rows.append(row(temperature=1.0, repetition_penalty=1.3, logit_bias={4: 5.0}))
     chunks = [
-        Chunk(
+        make_chunk(
             10 + i,
             prompt,
             0,
             [i],
             (),
             sample=sample,
-            prompt_logprobs=1 if i == 3 else None,
-            next_prompt_token_ids=prompt[1:] if i == 3 else (),
+            following=prompt[1:] if i == 3 else (),
+            top=1,
         )
         for i, sample in enumerate(rows)
     ]
-    chunks.append(Chunk(20, prompt, 0, [9], (), sample=None))
+    chunks.append(make_chunk(20, prompt, 0, [9], ()))
     expected = reference_engine(model, tmp_path).executor.run(StepPlan(tuple(chunks)))
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=4)[1]
     result = runner.run(StepPlan(tuple(chunks)))
-    assert result.token_ids == expected.token_ids
-    for found, known in (
-        *zip(result.logprobs[13], expected.logprobs[13], strict=True),
-        *zip(result.prompt_logprobs[13], expected.prompt_logprobs[13], strict=True),
-    ):
+    assert result.accepted == expected.accepted
+    assert len(result.logprobs[13]) == len(prompt)
+    for found, known in zip(result.logprobs[13], expected.logprobs[13], strict=True):
         assert (found.token_id, found.rank) == (known.token_id, known.rank)
         assert found.logprob == pytest.approx(known.logprob, abs=1e-4)
-    assert list(result.logprobs) == [13] and list(result.prompt_logprobs) == [13]
+    assert list(result.logprobs) == [13]
 
 
 class ScarceMemory:
@@ -232,27 +231,25 @@ def test_a_step_without_memory_is_split_until_a_single_token_fails(
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
     prompt = make_prompt(9, seed=2)
-    chunk = Chunk(
-        3, prompt, 0, [0], (), sample=row(), prompt_logprobs=0, next_prompt_token_ids=prompt[1:]
-    )
+    chunk = make_chunk(3, prompt, 0, [0], (), sample=row(), following=prompt[1:])
     plan = StepPlan((chunk, msgspec.structs.replace(chunk, sequence_id=4, page_ids=[1])))
     expected = runner.run(plan)
     kernels = runner._kernels
     runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=5))
     result = runner.run(plan)
-    assert result.token_ids == expected.token_ids
-    assert len(result.prompt_logprobs[3]) == 8
+    assert result.accepted == expected.accepted
+    assert len(result.logprobs[3]) == 8
     assert runner._max_tokens <= 5
     # Both halves need a token of the step before, which the first half's would replace.
-    first = StepPlan(tuple(msgspec.structs.replace(c, prompt_logprobs=None) for c in plan.chunks))
-    tokens = runner.launch(first).result().token_ids
+    first = StepPlan(tuple(msgspec.structs.replace(c, rows=c.rows[1:]) for c in plan.chunks))
+    tokens = runner.launch(first).result().accepted
     later = [decode(c.sequence_id, UNKNOWN_TOKEN, 9, [*c.page_ids], ()) for c in plan.chunks]
     known = [decode(c.sequence_id, tokens[c.sequence_id][0], 9, [*c.page_ids], ()) for c in later]
     expected = runner.run(StepPlan(tuple(known)))
     runner.launch(first)
     runner._max_tokens = 1
     monkeypatch.setattr(runner, "_launch_graph", lambda *_: None)
-    assert runner.run(StepPlan(tuple(later))).token_ids == expected.token_ids
+    assert runner.run(StepPlan(tuple(later))).accepted == expected.accepted
     runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=0))
     with pytest.raises(DoesNotFit, match="bytes are free"):
         runner.run(plan)
@@ -268,7 +265,7 @@ def test_other_errors_are_not_treated_as_out_of_memory(
         raise RuntimeError("broken")
 
     runner._kernels = replace(runner._kernels, attention=SimpleNamespace(plan=broken))
-    chunk = Chunk(0, (1, 2), 0, [0], (), sample=None, prompt_logprobs=0)
+    chunk = make_chunk(0, (1, 2), 0, [0], (), following=(2,))
     with pytest.raises(RuntimeError, match="broken"):
         runner.run(StepPlan((chunk,)))
     monkeypatch.setattr(runner.decode_graphs, "launch", broken)
@@ -290,7 +287,7 @@ def test_a_step_with_more_lora_work_than_a_graph_holds(
     for work in (runner.decode_graphs.lora.segmented, runner._prefill_lora):
         limits = replace(work.tables.limits, max_items=1)
         work.tables = replace(work.tables, limits=limits)
-    assert runner.run(StepPlan(chunks)).token_ids == expected.token_ids
+    assert runner.run(StepPlan(chunks)).accepted == expected.accepted
 
 
 def test_all_kernels_in_the_interpreter_equal_the_reference(
@@ -309,12 +306,12 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
     ops: dict[str, Any] = {"elementwise": fused_triton, "lora": lora_triton}
     fast = runner_with(runner, limits, **ops, sampling=sampling_triton)
     last = engine.pages.num_pages - 1
-    prompt = StepPlan((Chunk(0, (5, 6), 0, [last], few, sample=row(temperature=1.0)),))
+    prompt = StepPlan((make_chunk(0, (5, 6), 0, [last], few, sample=row(temperature=1.0)),))
     step = StepPlan((decode(0, 7, 2, [last], few), decode(1, 8, 0, [last - 1], ())))
     # Padding rows hold uninitialised memory of any magnitude.
     with np.errstate(over="ignore", invalid="ignore"):
-        assert fast.run(prompt).token_ids == runner.run(prompt).token_ids
-        assert fast.run(step).token_ids == runner.run(step).token_ids
+        assert fast.run(prompt).accepted == runner.run(prompt).accepted
+        assert fast.run(step).accepted == runner.run(step).accepted
     found, expected = (last_launch(one)[2] for one in (fast, runner))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -331,7 +328,7 @@ def test_a_step_whose_sampler_has_no_memory_runs_without_the_graph(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(runner.decode_graphs, "launch", fail)
-    assert runner.run(plan).token_ids == expected.token_ids
+    assert runner.run(plan).accepted == expected.accepted
 
 
 def test_a_step_without_memory_fails_its_requests_alone(

@@ -10,15 +10,15 @@ def test_a_result_is_read_once_and_survives_reuse_of_the_buffer() -> None:
     host = torch.tensor([[41, 0], [42, 0], [43, 0]], dtype=torch.int32)
     step = LaunchedStep([7, 5], host, None)
     assert not step.is_done
-    assert step.result().token_ids == {7: [41], 5: [42]}
+    assert step.result().accepted == {7: [41], 5: [42]}
     host.zero_()
-    assert step.result().token_ids == {7: [41], 5: [42]}
+    assert step.result().accepted == {7: [41], 5: [42]}
 
 
 def test_invalid_tokens_fail_their_sequences() -> None:
     host = torch.tensor([[41, 0], [42, 1], [43, 0], [44, 1]], dtype=torch.int32)
     result = LaunchedStep([7, 5, 3], host, None).result()
-    assert result.token_ids == {7: [41], 5: [42], 3: [43]}
+    assert result.accepted == {7: [41], 5: [42], 3: [43]}
     assert list(result.failed) == [5]
 
 

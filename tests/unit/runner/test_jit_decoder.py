@@ -12,7 +12,8 @@ from torch import Tensor
 from loramux.runner.batch import build_batch
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.runner.jit_decoder import JitDecoder
-from loramux.types.step import Chunk, StepPlan
+from loramux.types.step import StepPlan
+from tests.chunk_factory import make_chunk
 from tests.device_factory import lease, mixed_selections, reference_engine, row, two_adapters
 from tests.engine_factory import make_engine, make_prompt
 from tests.memory_factory import InlineExecutor
@@ -30,13 +31,13 @@ def test_every_family_equals_the_reference_in_any_chunks(family: str, tmp_path: 
     """Covers biases, head norms, sandwich norms, windows with their own rope, softcaps."""
     model = tiny_transformers_model(family)
     tokens = make_prompt(20, seed=2)
-    whole = StepPlan((Chunk(0, tokens, 0, [5, 1], (), sample=None),))
+    whole = StepPlan((make_chunk(0, tokens, 0, [5, 1], ()),))
     expected = reference_engine(model, tmp_path).executor.logits(whole)[0]
     runner = make_engine(model, tmp_path, loads=InlineExecutor()).executor
     assert isinstance(runner, CpuRunner) and runner._compiled is not None
     parts = []
     for start, stop in ((0, 15), (15, 19), (19, 20)):
-        piece = Chunk(0, tokens[start:stop], start, [5, 1], (), sample=None)
+        piece = make_chunk(0, tokens[start:stop], start, [5, 1], ())
         parts.append(runner.logits(StepPlan((piece,)))[0])
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
@@ -55,7 +56,7 @@ def test_tokens_of_several_adapters_equal_the_reference(tmp_path: Path) -> None:
         last = engine.pages.num_pages - 1
         plan = StepPlan(
             tuple(
-                Chunk(i, prompt, 0, [last - 3 * i - j for j in range(3)], selection, sample=None)
+                make_chunk(i, prompt, 0, [last - 3 * i - j for j in range(3)], selection)
                 for i, (prompt, selection) in enumerate(zip(prompts, selections, strict=True))
             )
         )
@@ -73,7 +74,7 @@ def test_selected_tokens_equal_those_of_a_full_forward_and_all_kv_is_stored(
     assert isinstance(runner, CpuRunner) and runner._compiled is not None
     storage = runner._pool.storage
     batch = build_batch(
-        [Chunk(i, make_prompt(20, seed=i), 0, [5 + i, 1 + i], (), sample=None) for i in range(2)],
+        [make_chunk(i, make_prompt(20, seed=i), 0, [5 + i, 1 + i], ()) for i in range(2)],
         storage.device,
     )
 
@@ -102,14 +103,14 @@ def test_a_step_computes_the_sampled_tokens_and_logits_computes_all(
 
     monkeypatch.setattr(JitDecoder, "hidden", count)
     prompt = make_prompt(12, seed=1)
-    inner = Chunk(0, prompt, 0, [0], (), sample=None)
-    sampled = Chunk(1, prompt, 0, [1], (), sample=row())
+    inner = make_chunk(0, prompt, 0, [0], ())
+    sampled = make_chunk(1, prompt, 0, [1], (), sample=row())
     runner.run(StepPlan((inner, sampled)))
     runner.run(StepPlan((inner,)))
     runner.logits(StepPlan((inner, sampled)))
-    asks = Chunk(2, prompt, 0, [2], (), row(), prompt_logprobs=0, next_prompt_token_ids=prompt[1:])
+    asks = make_chunk(2, prompt, 0, [2], (), row(), following=prompt[1:])
     runner.run(StepPlan((inner, asks)))
-    assert num_rows == [1, 0, 24, 24]
+    assert num_rows == [1, 0, 24, 12]
 
 
 def test_merged_weights_equal_the_adapter_for_selected_tokens(tmp_path: Path) -> None:
@@ -121,12 +122,12 @@ def test_merged_weights_equal_the_adapter_for_selected_tokens(tmp_path: Path) ->
     runner, last = engine.executor, engine.pages.num_pages - 1
     assert isinstance(runner, CpuRunner)
     chunks = [
-        Chunk(i, make_prompt(9, seed=i), 0, [last - i], selection, sample=row(logprobs=0))
+        make_chunk(i, make_prompt(9, seed=i), 0, [last - i], selection, sample=row(logprobs=0))
         for i in range(3)
     ]
     expected = runner.run(StepPlan(tuple(chunks)))
     runner.lora.merged = build(source_of(engine), selection).sites
     found = runner.run(StepPlan(tuple(chunks)))
-    assert found.token_ids == expected.token_ids
+    assert found.accepted == expected.accepted
     for number, (entry,) in expected.logprobs.items():
         assert found.logprobs[number][0].logprob == pytest.approx(entry.logprob, abs=1e-4)

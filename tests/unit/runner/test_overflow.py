@@ -20,8 +20,9 @@ from loramux.models.layers import Linear
 from loramux.models.packed_linear import PackedLinear, can_pack
 from loramux.types.model import PagedLayout
 from loramux.types.request import FinishReason, TokenEvent
-from loramux.types.step import Chunk, StepPlan
+from loramux.types.step import StepPlan
 from tests.adapter_factory import make_peft_adapter
+from tests.chunk_factory import make_chunk
 from tests.device_factory import device_engine, lease, row
 from tests.engine_factory import make_engine, make_prompt, make_request
 from tests.memory_factory import InlineExecutor
@@ -94,7 +95,9 @@ def test_an_adapter_that_overflows_changes_no_bit_of_other_rows_and_gets_no_toke
         selections = (good, bad, (), bad, good)
         return StepPlan(
             tuple(
-                Chunk(i, make_prompt(n, seed=i), 0, [last - i, last - i - 8], selections[i], row())
+                make_chunk(
+                    i, make_prompt(n, seed=i), 0, [last - i, last - i - 8], selections[i], row()
+                )
                 for i, n in enumerate(lengths)
             )
         )

@@ -4,13 +4,13 @@ import torch
 
 from loramux.runner.host_buffer import HostBuffer
 from loramux.runner.page_tables import PageTables
-from loramux.types.step import Chunk
+from tests.chunk_factory import make_chunk
 
 
 def test_page_lists_are_expanded_to_a_table() -> None:
     words = HostBuffer([3, PageTables.most_words(3, 4)], torch.device("cpu"))
     lists = PageTables(words, starts=0, max_pages=4)
-    chunks = [Chunk(i, (1,), 0, pages, (), sample=None) for i, pages in enumerate([[8, 2], [5]])]
+    chunks = [make_chunk(i, (1,), 0, pages, ()) for i, pages in enumerate([[8, 2], [5]])]
     words.begin()
     assert lists.fill(chunks).tolist() == [0, 2]
     assert lists.num_words == 3

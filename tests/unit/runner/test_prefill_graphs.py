@@ -8,8 +8,9 @@ import torch
 
 from loramux.lora.graph_lora import LoraMode
 from loramux.runner.prefill_graphs import TOKEN_COUNTS, token_counts
-from loramux.types.step import Chunk, StepPlan
+from loramux.types.step import StepPlan
 from tests.adapter_factory import ATTENTION
+from tests.chunk_factory import make_chunk
 from tests.device_factory import (
     ALL_LINEAR,
     decode,
@@ -67,14 +68,14 @@ def test_prefill_and_decode_in_one_step_equal_separate_steps(
     pages = [[last - 2 * i, last - 2 * i - 1] for i in range(len(selections))]
     before = [3, 17, 9, 16, 2, 7]
     for i, selection in enumerate(selections):
-        prompt = Chunk(i, make_prompt(before[i], seed=i), 0, pages[i], selection, sample=None)
+        prompt = make_chunk(i, make_prompt(before[i], seed=i), 0, pages[i], selection)
         runner.logits(StepPlan((prompt,)))
     chunks = [
         decode(0, 41, before[0], pages[0], selections[0]),
-        Chunk(1, make_prompt(12, seed=8), before[1], pages[1], selections[1], sample=row()),
+        make_chunk(1, make_prompt(12, seed=8), before[1], pages[1], selections[1], sample=row()),
         decode(2, 42, before[2], pages[2], selections[2]),
-        Chunk(3, make_prompt(9, seed=9), before[3], pages[3], selections[3], sample=None),
-        Chunk(4, make_prompt(2, seed=7), before[4], pages[4], selections[4], sample=row()),
+        make_chunk(3, make_prompt(9, seed=9), before[3], pages[3], selections[3]),
+        make_chunk(4, make_prompt(2, seed=7), before[4], pages[4], selections[4], sample=row()),
         decode(5, 43, before[5], pages[5], selections[5]),
     ]
     if mode in AUGMENTED_RANKS:
@@ -83,12 +84,12 @@ def test_prefill_and_decode_in_one_step_equal_separate_steps(
     result = runner.run(StepPlan(tuple(chunks)))
     (launch,) = runner.trace()
     assert (launch.kind, launch.key) == ("prefill", (32, mode))
-    for chunk in (chunk for chunk in chunks if chunk.sample is not None):
+    for chunk in (chunk for chunk in chunks if chunk.num_sampled):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][-1]
         found = launch.logits[chunk.sequence_id].float()
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
-        assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
-    assert 3 not in result.token_ids
+        assert result.accepted[chunk.sequence_id] == [int(logits.argmax())]
+    assert 3 not in result.accepted
 
 
 def test_a_step_that_fits_no_graph_runs_kernel_by_kernel(
@@ -97,9 +98,9 @@ def test_a_step_that_fits_no_graph_runs_kernel_by_kernel(
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     settings: dict[str, Any] = {"max_sequences": 2, "max_batch_tokens": 40}
     runner = device_engine(monkeypatch, model, tmp_path, **settings)[1]
-    plan = StepPlan((Chunk(0, make_prompt(30, seed=1), 0, [0, 1], (), sample=row()),))
+    plan = StepPlan((make_chunk(0, make_prompt(30, seed=1), 0, [0, 1], (), sample=row()),))
     expected = runner.run(plan)
     assert [launch.kind for launch in runner.trace()] == ["prefill"]
     monkeypatch.setattr(runner.prefill_graphs, "_has_room", lambda *_: False)
-    assert runner.run(plan).token_ids == expected.token_ids
+    assert runner.run(plan).accepted == expected.accepted
     assert [launch.kind for launch in runner.trace()] == [None]

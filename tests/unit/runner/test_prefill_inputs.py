@@ -5,7 +5,8 @@ import torch
 from loramux.runner.gpu_sampler import SampleInputs
 from loramux.runner.prefill_inputs import PrefillInputs, PrefillLimits
 from loramux.runner.token_buffer import TokenBuffer
-from loramux.types.step import UNKNOWN_TOKEN, Chunk
+from loramux.types.step import UNKNOWN_TOKEN
+from tests.chunk_factory import make_chunk
 from tests.device_factory import row
 
 CPU = torch.device("cpu")
@@ -29,19 +30,19 @@ def make_inputs() -> PrefillInputs:
 def test_tokens_have_their_positions_and_kv_slots() -> None:
     inputs = make_inputs()
     chunks = [
-        Chunk(9, (11, 12, 13), 3, [2, 7], (), sample=None),
-        Chunk(6, (UNKNOWN_TOKEN,), 9, [1, 5, 4], (), sample=row()),
-        Chunk(5, (21, UNKNOWN_TOKEN), 0, [3], (), sample=row()),
+        make_chunk(9, (11, 12, 13), 3, [2, 7], ()),
+        make_chunk(6, (UNKNOWN_TOKEN,), 9, [1, 5, 4], (), sample=row()),
+        make_chunk(5, (21, UNKNOWN_TOKEN), 0, [3], (), sample=row()),
     ]
     items = [torch.arange(8, dtype=torch.int32).view(1, 8), torch.ones(1, 8, dtype=torch.int32)]
     inputs.begin()
     inputs.host_lora_words[:5] = range(5)
-    inputs.fill(chunks, SampleInputs([0.0, 0.5], [0.0, 0.25], []), items)
+    inputs.fill(chunks, [3, 5], SampleInputs([0.0, 0.5], [0.0, 0.25], []), items)
     inputs.send()
     assert inputs.token_ids(8).tolist() == [11, 12, 13, 71, 21, 70, 0, 0]
     assert inputs.positions[:8].tolist() == [3, 4, 5, 9, 0, 1, 0, 0]
     assert inputs.slots[:8].tolist() == [11, 28, 29, 17, 12, 13, -1, -1]
-    assert inputs.last_rows[:3].tolist() == [3, 5, 0]
+    assert inputs.sampled_rows[:3].tolist() == [3, 5, 0]
     assert inputs.temperatures[:3].tolist() == [0.0, 0.5, 0.0]
     assert inputs.noise[:3].tolist() == [0.0, 0.25, 0.0]
     assert inputs.lora_words[:5].tolist() == list(range(5))
@@ -57,17 +58,17 @@ def test_tokens_have_their_positions_and_kv_slots() -> None:
 
 def test_a_smaller_step_has_no_values_of_a_larger_one() -> None:
     inputs = make_inputs()
-    large = [Chunk(i, (30 + i, 40 + i), 4, [i, i], (), sample=row()) for i in range(3)]
+    large = [make_chunk(i, (30 + i, 40 + i), 4, [i, i], (), sample=row()) for i in range(3)]
     ones = [torch.ones(2, 8, dtype=torch.int32), torch.ones(1, 8, dtype=torch.int32)]
     for _ in range(2):
         inputs.begin()
-        inputs.fill(large, SampleInputs([1.0] * 3, [0.5] * 3, []), ones)
+        inputs.fill(large, [1, 3, 5], SampleInputs([1.0] * 3, [0.5] * 3, []), ones)
         inputs.send()
     inputs.begin()
     none = torch.zeros(0, 8, dtype=torch.int32)
-    inputs.fill([Chunk(0, (50,), 0, [2], (), sample=None)], SampleInputs([], [], []), [none, none])
+    inputs.fill([make_chunk(0, (50,), 0, [2], ())], [], SampleInputs([], [], []), [none, none])
     inputs.send()
     assert inputs.token_ids(8).tolist() == [50, *[0] * 7]
     assert inputs.slots[:8].tolist() == [8, *[-1] * 7]
-    assert inputs.last_rows[:3].tolist() == [0, 0, 0] == inputs.temperatures[:3].tolist()
+    assert inputs.sampled_rows[:3].tolist() == [0, 0, 0] == inputs.temperatures[:3].tolist()
     assert all(not kind.any() for kind in inputs.items)

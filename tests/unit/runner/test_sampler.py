@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.runner import sampler
-from loramux.runner.sampler import prompt_logprobs, sample, uniform
+from loramux.runner.logprobs import token_logprobs
+from loramux.runner.sampler import sample, uniform
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import SampleRow
 from tests.sampling_oracle import chi_square, kept_by_transformers, random_logits
@@ -201,7 +202,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     params = SamplingParams(temperature=0.1, logit_bias={worst: 100.0}, logprobs=2)
     output = sample(logits, [row(params)])
     assert output.token_ids == [worst]
-    assert output.logprobs == prompt_logprobs(logits, [worst], 2)
+    assert output.logprobs == token_logprobs(logits, [worst], 2)
     assert output.logprobs[0] is not None
     assert output.logprobs[0].rank == VOCAB
 

@@ -6,10 +6,11 @@ import torch
 from loramux.kernels.reference.sampling import NO_TOKEN
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import UNKNOWN_TOKEN, Chunk
+from tests.chunk_factory import make_chunk
 
 
 def chunk(sequence_id: int, *token_ids: int) -> Chunk:
-    return Chunk(sequence_id, token_ids, 0, [0], (), sample=None)
+    return make_chunk(sequence_id, token_ids, 0, [0], ())
 
 
 def filled(*sequence_ids: int) -> TokenBuffer:
@@ -33,7 +34,7 @@ def test_two_in_flight_steps_keep_their_own_tokens() -> None:
     first = token_buffer.publish([1])
     token_buffer.store(torch.tensor([55]))
     second = token_buffer.publish([1])
-    assert (first.result().token_ids, second.result().token_ids) == ({1: [101]}, {1: [55]})
+    assert (first.result().accepted, second.result().accepted) == ({1: [101]}, {1: [55]})
 
 
 def test_a_row_without_a_valid_token_has_its_mark_on_the_host_alone() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 
 from loramux.config.engine import SchedulerConfig
 from loramux.errors import AdapterNotFound, AdapterRefused, LoramuxError
@@ -12,11 +13,12 @@ from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.policies import LruPolicy
 from loramux.memory.prefix import PrefixCache, ReuseEstimator
 from loramux.memory.reclaim import Reclaimer
+from loramux.scheduler.drafts import DraftSource
 from loramux.scheduler.scheduler import Scheduler
 from loramux.scheduler.sequence import Sequence
-from loramux.types.request import Request, TokenEvent
+from loramux.types.request import Request, TokenEvent, TokenLogprob
 from loramux.types.sampling import SamplingParams
-from loramux.types.step import Chunk, StepPlan, StepResult
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, NextTokens, SampleRow, StepPlan, StepResult
 from tests.memory_factory import tiny_tier
 
 ADAPTER_PAGES = 2
@@ -188,10 +190,14 @@ class FakeAdapters:
             self._reclaimer.remove_candidate(record.owner)
 
 
+Model = Callable[[Iterable[int]], int]
+"""The token that follows others."""
+
+
 class World:
     """An engine without a model: each call of step() is one step of step_s seconds."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         num_pages: int = 64,
@@ -200,8 +206,11 @@ class World:
         has_prefixes: bool = True,
         runs_ahead: bool = False,
         check_every: int = 1,
+        drafts: DraftSource | None = None,
+        model: Model | None = None,
         **settings: object,
     ) -> None:
+        """`model`: the tokens of all steps; without it `end` says them."""
         defaults: dict[str, object] = {
             "max_batch_tokens": 16,
             "max_sequences": 8,
@@ -226,7 +235,10 @@ class World:
             reclaimer=self.reclaimer,
             adapters=self.adapters,
             prefixes=self.prefixes,
+            drafts=drafts,
         )
+        self._model = model
+        self._early: list[TokenEvent] = []
         self.kv = FakeKV(self.config.block_tokens)
         self.plan: StepPlan | None = None
         self._runs_ahead = runs_ahead
@@ -242,13 +254,17 @@ class World:
         self.adapters.poll(self.now)
         for page_ids in self.adapters.claims().values():
             self.kv.overwrite(page_ids)
+        if self.scheduler.awaits_result:
+            self._early += self._land(7)
+            self.check()
         self.plan = self.scheduler.next_plan(self.now)
         self.check()
         return self.plan
 
     def end(self, token: int = 7) -> list[TokenEvent]:
         self.now += self.step_s
-        events = self._land(token)
+        events, self._early = self._early, []
+        events += self._land(token)
         if self.plan is not None:
             # The device computes it when it knows the tokens, and who ended with them.
             self._compute(self.plan)
@@ -263,7 +279,7 @@ class World:
         plan, self._in_flight = self._in_flight, None
         if plan is None:
             return self.scheduler.take_events()
-        return self.scheduler.apply(plan, answer(plan, token))
+        return self.scheduler.apply(plan, answer(plan, self._model or (lambda _: token)))
 
     def step(self, token: int = 7) -> list[TokenEvent]:
         self.begin()
@@ -291,11 +307,12 @@ class World:
                 self.kv.scribble(chunk)
                 continue
             stop = chunk.start + len(chunk.token_ids)
+            tokens = sequence.tokens(0, stop - chunk.num_drafts) + list(chunk.drafts)
             first = chunk.start // self.config.block_tokens
             last = (stop - 1) // self.config.block_tokens
             written = set(chunk.page_ids[first : last + 1])
             assert written <= set(own[("kv", chunk.sequence_id)]), "writes into a shared page"
-            self.kv.compute(chunk, sequence.tokens(0, stop), sequence.request)
+            self.kv.compute(chunk, tokens, sequence.request)
 
     def check(self) -> None:
         self._num_checks += 1
@@ -328,8 +345,69 @@ def make_request(name: str, num_prompt: int | list[int] = 3, **fields: object) -
     )
 
 
-def answer(plan: StepPlan, token: int = 7) -> StepResult:
-    return StepResult({c.sequence_id: [token] for c in plan.chunks if c.sample is not None})
+def answer(plan: StepPlan, model: Model) -> StepResult:
+    """Sample and score the rows of a plan, as a runner does."""
+    result = StepResult({})
+    for chunk in plan.chunks:
+        found: list[int] = []
+        for use in (rows.use for rows in chunk.rows):
+            if isinstance(use, SampleRow):
+                before = [*use.prompt_token_ids, *use.output_token_ids]
+                found.append(model(before[:-1] if before[-1] == UNKNOWN_TOKEN else before))
+            elif isinstance(use, NextTokens):
+                scored = [TokenLogprob(token_id, 0.0, 1) for token_id in use.token_ids]
+                result.logprobs[chunk.sequence_id] = scored
+        if found:
+            wrong = (i for i, draft in enumerate(chunk.drafts) if draft != found[i])
+            result.accepted[chunk.sequence_id] = found[: next(wrong, chunk.num_drafts) + 1]
+    return result
+
+
+def hashed(token_ids: Iterable[int]) -> int:
+    """A model whose token depends on all tokens before it; 99 ends one answer of 17."""
+    state = 0
+    for token_id in token_ids:
+        state = (state * 31 + token_id + 7) % 65521
+    return 99 if state % 17 == 3 else 1 + state % 3
+
+
+class Always:
+    """Proposes the same drafts again and again."""
+
+    def __init__(self, drafts: list[int]) -> None:
+        self._drafts = drafts
+
+    def awaits(self, sequence: Sequence) -> bool:
+        return True
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        return self._drafts[:limit]
+
+    def verified(self, sequence: Sequence, *, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts
+
+
+class Guesses:
+    """Knows what a model says, and is wrong at times."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self._model = model
+        self._chance = Random(seed)
+        self.num_accepted = self.num_rejected = 0
+
+    def awaits(self, sequence: Sequence) -> bool:
+        return self._chance.random() < 0.7
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        known = [*sequence.prompt_token_ids, *sequence.output_token_ids]
+        for _ in range(self._chance.randint(0, min(limit, 6))):
+            is_wrong = self._chance.random() < 0.2
+            known.append(5 if is_wrong else self._model(known))
+        return known[sequence.num_tokens :]
+
+    def verified(self, sequence: Sequence, *, num_drafts: int, num_accepted: int) -> None:
+        self.num_accepted += num_accepted
+        self.num_rejected += num_drafts - num_accepted
 
 
 class FakeKV:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -11,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.types.request import TokenEvent
-from tests.unit.scheduler.scheduler_factory import World
+from tests.unit.scheduler.scheduler_factory import Guesses, World, hashed
 
 THREE = (("x", 1.0), ("y", 1.0), ("z", 1.0))
 selections = st.sampled_from(
@@ -34,7 +33,10 @@ selections = st.sampled_from(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The world checks integrity and the KV that attention would read, around each step."""
+    """The world checks integrity and the KV that attention would read, around each step.
+
+    Drafts are right and wrong at random: each answer must be the one of the model alone.
+    """
 
     @initialize(
         num_pages=st.sampled_from([9, 14, 40]),
@@ -44,9 +46,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences=st.sampled_from([1, 3, 6]),
         load_s=st.sampled_from([0.0, 0.3]),
         runs_ahead=st.booleans(),
+        draft_seed=st.sampled_from([None, 1, 2, 3]),
     )
-    def begin(self, num_pages: int, load_s: float, **settings: Any) -> None:
+    def begin(self, num_pages: int, load_s: float, draft_seed: int | None, **settings: Any) -> None:
         self.world = World(
+            drafts=None if draft_seed is None else Guesses(hashed, draft_seed),
+            model=hashed,
             num_pages=num_pages,
             load_s=load_s,
             max_wait_s=0.35,
@@ -56,8 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.count = 0
         self.open: dict[str, set[int]] = {}
-        self.num_tokens: Counter[tuple[str, int]] = Counter()
-        self.limits: dict[str, int] = {}
+        self.answers: dict[tuple[str, int], list[int]] = {}
+        self.limits: dict[tuple[str, int], int] = {}
 
     @rule(
         start=st.integers(0, 2),
@@ -78,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = str(self.count)
         shares = fields.pop("shares")
         assert isinstance(shares, tuple)
-        self.limits[name] = int(str(fields["max_tokens"]))
+        self.limits |= {(name, index): int(str(fields["max_tokens"])) for index in range(n)}
         try:
             self.world.add(
                 name,
@@ -93,6 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert fields["selection"] == THREE, "two adapters fit"
         else:
             self.open[name] = set(range(n))
+            for index in range(n):
+                self.answers[name, index] = list(range(start, start + num_prompt))
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
@@ -127,8 +134,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             name, index = event.request_id, event.index
             assert index in self.open[name], "an event after the end"
             if event.token_id is not None:
-                self.num_tokens[name, index] += 1
-                assert self.num_tokens[name, index] <= self.limits[name]
+                known = self.answers[name, index]
+                assert event.token_id == hashed(known), "drafts changed an answer"
+                known.append(event.token_id)
+                self.limits[name, index] -= 1
+                assert self.limits[name, index] >= 0
+                assert (event.finish_reason == "stop") == (event.token_id == 99)
             assert event.error_code in (None, "timeout", "adapter"), event.error
             if event.error_code == "adapter":
                 assert event.error == "bad is broken."

@@ -6,7 +6,7 @@ from loramux.scheduler.fairness import Client, Clients
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
-from loramux.types.step import UNKNOWN_TOKEN
+from loramux.types.step import UNKNOWN_TOKEN, NextTokens, Rows, SampleRow
 
 
 def make_sequence(**params: object) -> Sequence:
@@ -51,11 +51,13 @@ def test_r16_a_chunk_ends_at_the_start_of_an_alora_and_is_the_bases_before() -> 
 
 def test_prompt_logprobs_ask_for_the_token_that_truly_follows() -> None:
     sequence = make_sequence(prompt_logprobs=1)
-    assert list(sequence.chunk(2).next_prompt_token_ids) == [2, 3]
+    assert sequence.chunk(2).rows == (Rows(0, 2, NextTokens([2, 3], 1)),)
     sequence.num_computed = 2
-    assert list(sequence.chunk(2).next_prompt_token_ids) == [4]
+    scored, sampled = sequence.chunk(2).rows
+    assert scored == Rows(0, 1, NextTokens([4], 1))
+    assert (sampled.start, sampled.count) == (1, 1) and isinstance(sampled.use, SampleRow)
     sequence.output_token_ids = [8]
-    assert sequence.chunk(3).prompt_logprobs is None
+    assert sequence.chunk(3).rows == (Rows(2, 1, sampled.use),)
 
 
 def test_one_token_at_least_is_never_taken_from_the_cache() -> None:
