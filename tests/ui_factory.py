@@ -11,7 +11,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import axe_playwright_python
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Page,
+    Request,
+    Response,
+    expect,
+    sync_playwright,
+)
 from sqlalchemy import insert
 
 from loramux.base.signing import make_key_files
@@ -82,7 +90,7 @@ class UiServer:
 
 @contextmanager
 def ui_server(
-    folder: Path, *flags: str, num_stored: int = NUM_STORED, timeout_s: float = 90
+    folder: Path, *flags: str, num_stored: int = NUM_STORED, timeout_s: float = 240
 ) -> Iterator[UiServer]:
     """The default model with the demo adapters, keys, signed receipts and a push root."""
     registry = folder / "data" / "registry.db"
@@ -160,6 +168,8 @@ def watched_page(
     """A page in a context of its own, with nothing stored but the key."""
     context = browser.new_context(**options)  # type: ignore[arg-type]
     page = context.new_page()
+    page.set_default_timeout(SOON_MS)
+    expect.set_options(timeout=SOON_MS)
     if key is not None:
         # What the page does with a key that is typed into it.
         page.add_init_script(f"sessionStorage.setItem('loramux.key', '{key}')")

@@ -177,7 +177,7 @@ def answer_while_streaming(client: OpenAI, names: Iterable[str]) -> dict[str, in
         next(chunks)
         for name in names:
             body = {"model": "tiny", "prompt": "hi", "max_tokens": 3, **HOSTILE[name]}
-            reply = httpx.post(f"{client.base_url}completions", json=body, timeout=60)
+            reply = httpx.post(f"{client.base_url}completions", json=body, timeout=240)
             # A limit of the parser that is reached while it runs ends the request.
             is_limit = "The grammar failed: " in reply.text
             statuses[name] = 400 if is_limit else reply.status_code

@@ -23,7 +23,6 @@ from tests.ui_factory import (  # noqa: E402
     EXAMPLES,
     NO_CHROMIUM,
     NUM_STORED,
-    SOON_MS,
     UiServer,
     Watch,
     chromium,
@@ -57,8 +56,6 @@ def page_and_watch(browser: Browser, server: UiServer) -> Iterator[tuple[Page, W
     """A page of an administrator; in the end it must have been clean."""
     size = {"width": 1300, "height": 900}
     with watched_page(browser, server.url, key=server.admin, viewport=size) as (page, watch):
-        page.set_default_timeout(SOON_MS)
-        expect.set_options(timeout=SOON_MS)
         yield page, watch
         watch.check()
 
@@ -334,7 +331,6 @@ def test_every_view_is_accessible_in_the_dark_on_a_phone(
 ) -> None:
     dark = {"color_scheme": "dark", "viewport": {"width": 390, "height": 800}}
     with watched_page(browser, server.url, key=server.admin, **dark) as (page, watch):
-        page.set_default_timeout(SOON_MS)
         for name, seen in (
             ("playground", "article"),
             ("adapters", ".rows .row"),
@@ -392,7 +388,6 @@ def test_server_without_adapters_registry_and_room(
         watched_page(browser, running.url) as (page, watch),
     ):
         watch.expected.append("429")
-        page.set_default_timeout(SOON_MS)
         page.goto(f"{running.url}/")
         expect(page.get_by_text("This server has no adapters yet")).to_be_visible()
         for _ in range(4):
@@ -432,7 +427,6 @@ def test_page_says_that_the_registry_is_away(
         watched_page(browser, running.url) as (page, watch),
     ):
         watch.expected.append("503")
-        page.set_default_timeout(SOON_MS)
         page.goto(f"{running.url}/ui/#/receipts")
         expect(page.get_by_text("No receipt matches")).to_be_visible()
         postgres_server.stop()
@@ -455,7 +449,6 @@ def test_page_asks_for_a_key_and_shows_what_it_may_see(browser: Browser, server:
     dark = {"color_scheme": "dark", "viewport": {"width": 390, "height": 800}}
     with watched_page(browser, server.url, **dark) as (page, watch):
         watch.expected.append("401")
-        page.set_default_timeout(SOON_MS)
         view(page, server)
         page.get_by_label("API key").fill("wrong")
         page.get_by_role("button", name="Use this key").click()

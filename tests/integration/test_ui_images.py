@@ -31,7 +31,6 @@ from tests.ui_factory import (  # noqa: E402
     EXAMPLES,
     NO_CHROMIUM,
     ROOT,
-    SOON_MS,
     chromium,
     serious,
     watched_page,
@@ -107,8 +106,6 @@ def test_images_form_side_by_side_with_time_and_receipt(browser: Browser, tmp_pa
         drawing_server(tmp_path) as url,
         watched_page(browser, url, viewport=WIDE) as (page, watch),
     ):
-        page.set_default_timeout(SOON_MS)
-        expect.set_options(timeout=SOON_MS)
         page.add_init_script(COUNTED)
         page.goto(f"{url}/")
         prepare(page, 6)
@@ -143,8 +140,6 @@ def test_the_demo_knows_the_pages_prompt_and_warns_of_others(browser: Browser) -
         listening(client) as url,
         watched_page(browser, url, viewport=WIDE) as (page, watch),
     ):
-        page.set_default_timeout(SOON_MS)
-        expect.set_options(timeout=SOON_MS)
         page.goto(f"{url}/")
         page.get_by_label("Steps").fill("2")
         page.get_by_role("button", name="Run 1 column").click()
@@ -220,8 +215,6 @@ def test_one_page_for_text_and_images(browser: Browser, tmp_path: Path) -> None:
         running_server(tmp_path / "log", *flags) as running,
         watched_page(browser, running.url, viewport=WIDE) as (page, watch),
     ):
-        page.set_default_timeout(SOON_MS)
-        expect.set_options(timeout=SOON_MS)
         page.goto(f"{running.url}/")
         page.get_by_role("button", name="Run 2 columns").click()
         expect(page.get_by_role("link", name="Receipt", exact=True)).to_have_count(2)

@@ -38,6 +38,8 @@ HTTP_API, METRICS, CLI = (
     (ROOT / "docs" / f"{name}.md").read_text() for name in ("http-api", "metrics", "cli")
 )
 FENCED = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+# Below the limit of a test, so that its failure says which command was slow.
+LIMIT_S = 280
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 ADAPTERS = ("json", "pirate", "sentiment", "shout")
 # What a reader types into `loramux chat`.
@@ -52,7 +54,7 @@ SHELL = """
 set -euo pipefail
 make() {{ command make -n "$@" >/dev/null; }}
 pip() {{ [[ $1 == install && ",{extras}," == *",${{2:2:-1}},"* ]]; }}
-curl() {{ command curl -sS --fail-with-body --max-time 60 "$@"; echo; }}
+curl() {{ command curl -sS --fail-with-body --max-time {limit_s} "$@"; echo; }}
 python() {{ {python} "$@"; }}
 loramux() {{
     case $1 in
@@ -143,7 +145,7 @@ def run(
         input=typed,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         env={**os.environ, **environment},
     )
     assert result.returncode == 0, f"{result.stdout}{result.stderr}"
@@ -167,6 +169,7 @@ def test_a_shell_block_runs(
         python=shlex.quote(sys.executable),
         url=server.url,
         port=port,
+        limit_s=LIMIT_S,
         extras=",".join(project["optional-dependencies"]),
     )
     script = block.text.replace(".venv/bin/", "").replace(DOCUMENTED_URL, server.url)
@@ -190,7 +193,7 @@ def test_a_config_file_is_accepted(block: Block, tmp_path: Path) -> None:
 def test_a_json_block_is_a_body_that_the_server_takes(block: Block, server: RunningServer) -> None:
     body = json.loads(block.text)
     if "messages" in body:
-        response = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        response = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT_S)
         assert response.status_code == 200, response.text
 
 
@@ -221,7 +224,7 @@ def test_the_curls_of_the_readme_answer_differently_and_rightly_for_every_model(
 
     def ask(model: str) -> str:
         body = review if model == "sentiment" else {**question, "model": model}
-        response = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        response = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT_S)
         text: str = response.json()["choices"][0]["message"]["content"]
         return text
 
@@ -243,7 +246,7 @@ def test_the_documented_error_is_the_one_that_the_server_sends(server: RunningSe
 
 def test_the_documented_health_has_the_fields_of_a_deep_check(server: RunningServer) -> None:
     documented = next(json.loads(b.text) for b in BLOCKS if b.text.startswith('{"status"'))
-    found = httpx2.get(f"{server.url}/health?deep=1", timeout=60).json()
+    found = httpx2.get(f"{server.url}/health?deep=1", timeout=LIMIT_S).json()
     assert set(found) == set(documented)
     assert set(found["checks"]) == set(documented["checks"])
 
