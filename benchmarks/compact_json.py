@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.machine import describe_machine
+from benchmarks.lib.report import Section, Table, parse_arguments, start_report
 from loramux import LLM, LoRARequest, SamplingParams
 from loramux.types.grammar import Grammar, Whitespace
 
@@ -129,46 +131,57 @@ class Asker:
         return [output.outputs[0].finish_reason == "stop" for output in outputs]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--whitespace", choices=["compact", "any", "none"], default="compact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=128)
-    options = parser.parse_args(arguments)
+    options = parse_arguments(parser, words)
     draw = random.Random(options.seed)
     llm = LLM()
+    out = start_report("compact-json", options, describe_machine("float32"))
     asker = Asker(llm, [random_schema(draw) for _ in range(options.schemas)], options.seed)
     adapters = [
         LoRARequest(path.name, number, str(path))
         for number, path in enumerate(sorted(ADAPTERS.iterdir()), 1)
         if path.is_dir()
     ]
+    rows: Table = []
     total: Counter[str] = Counter()
     for lora in [None, *adapters]:
         for temperature in TEMPERATURES:
-            count = Counter(answers=options.schemas)
-            for start in range(0, options.schemas, options.batch):
-                numbers = range(start, min(start + options.batch, options.schemas))
-                ended = asker.ended(numbers, lora, temperature, options.whitespace)
-                cut = [
-                    number for number, is_whole in zip(numbers, ended, strict=True) if not is_whole
-                ]
-                count["length"] += len(cut)
-                if cut:
-                    count["whitespace"] += sum(asker.ended(cut, lora, temperature, "none"))
+            count = _counted(asker, options, lora, temperature)
             name = "base" if lora is None else lora.lora_name
-            print(f"{name} at {temperature:g}: {_line(count)}", flush=True)
+            rows.append({"model": name, "temperature": temperature, **_shares(count)})
+            print(rows[-1], flush=True)
             total += count
-    print(f"all: {_line(total)}")
+    rows.append({"model": "all", **_shares(total)})
+    out.add(Section(title="Answers that end with length", rows=rows))
+    out.finish()
 
 
-def _line(count: Counter[str]) -> str:
-    share = 100 * count["length"] / count["answers"]
-    return (
-        f"{count['length']} of {count['answers']} answers end with length ({share:.2f} %), "
-        f"{count['whitespace']} of them for whitespace"
-    )
+def _counted(
+    asker: Asker, options: argparse.Namespace, lora: LoRARequest | None, temperature: float
+) -> Counter[str]:
+    count = Counter(answers=options.schemas)
+    for start in range(0, options.schemas, options.batch):
+        numbers = range(start, min(start + options.batch, options.schemas))
+        ended = asker.ended(numbers, lora, temperature, options.whitespace)
+        cut = [number for number, is_whole in zip(numbers, ended, strict=True) if not is_whole]
+        count["length"] += len(cut)
+        if cut:
+            count["whitespace"] += sum(asker.ended(cut, lora, temperature, "none"))
+    return count
+
+
+def _shares(count: Counter[str]) -> dict[str, object]:
+    return {
+        "answers": count["answers"],
+        "end with length": count["length"],
+        "%": 100 * count["length"] / count["answers"],
+        "for whitespace": count["whitespace"],
+    }
 
 
 if __name__ == "__main__":
