@@ -263,7 +263,7 @@ ROWS = {
             kohya("lora_unet_", FUSED) | kohya("lora_te2_", T5),
             truth(transformer=QKV, text_encoder_2=T5),
         ),
-        ERROR,
+        LOST,
     ),
     "flux-t5-comfyui": (
         "flux",

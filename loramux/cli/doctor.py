@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loramux.cli.console import ByteView, printable, say, size_text
+from loramux.cli.drawing import IMAGE_CONFIG
 from loramux.cli.image_doctor import examine_image_adapter
 from loramux.cli.registry_view import recipe_lines
 from loramux.errors import DoesNotFit, LoramuxError
@@ -198,8 +199,9 @@ SIGNER = typer.Option(
     help="Refuse an adapter without a signature of one of these public keys (PEM).",
 )
 IMAGE_MODEL = typer.Option(
-    metavar="FOLDER",
-    help="Image model: a folder that diffusers saved. The adapter is then one of images.",
+    metavar="MODEL",
+    help="Image model: a folder that diffusers saved, org/name[@revision] on the Hugging Face hub, "
+    "or a .safetensors file with --image-config. The adapter is then one of images.",
 )
 
 
@@ -228,14 +230,15 @@ def doctor(  # noqa: PLR0913  (one for each flag)
         bool,
         typer.Option(help="Run the model to measure how much the adapter changes its logits."),
     ] = True,
-    image_model: Annotated[Path | None, IMAGE_MODEL] = None,
+    image_model: Annotated[str | None, IMAGE_MODEL] = None,
+    image_config: Annotated[str | None, IMAGE_CONFIG] = None,
 ) -> None:
     """Check a LoRA adapter like the engine does, and show its contents.
 
     The exit status is 0 only if the adapter can be served.
     """
     if image_model is not None:
-        examine_image_adapter(path, image_model, probe=probe, as_json=as_json)
+        examine_image_adapter(path, image_model, image_config, probe=probe, as_json=as_json)
     # Imported here: it is not needed for `--help`.
     from loramux.models.locate import locate_model
 

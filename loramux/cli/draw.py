@@ -11,13 +11,14 @@ from rich.console import Console
 from loramux.cli.console import say, show_error
 from loramux.cli.draw_here import Place, draw_here
 from loramux.cli.draw_there import draw_there
-from loramux.cli.drawing import FORMATS, Asked, Drawn
+from loramux.cli.drawing import FORMATS, IMAGE_CONFIG, Asked, Drawn
 from loramux.errors import InvalidRequest, LoramuxError
 
 IMAGE_MODEL = typer.Option(
-    metavar="FOLDER",
-    help="Draw here, with this image model: a folder that diffusers saved. Default: the demo's, "
-    "with its adapters, which are part of a checkout of the sources.",
+    metavar="MODEL",
+    help="Draw here, with this image model: a folder that diffusers saved, org/name[@revision] on "
+    "the Hugging Face hub, or a .safetensors file with --image-config. Default: the demo's, with "
+    "its adapters.",
 )
 URL = typer.Option(
     metavar="URL", help="Draw on this server instead, such as http://127.0.0.1:8000."
@@ -37,7 +38,8 @@ SIZE = typer.Option(metavar="WxH", help="Default: that of the model.")
 
 def draw(  # noqa: PLR0913  (one for each flag)
     prompt: Annotated[str, typer.Argument(help="What the image shows.")],
-    image_model: Annotated[Path | None, IMAGE_MODEL] = None,
+    image_model: Annotated[str | None, IMAGE_MODEL] = None,
+    image_config: Annotated[str | None, IMAGE_CONFIG] = None,
     url: Annotated[str | None, URL] = None,
     image_lora: Annotated[list[str] | None, IMAGE_LORA] = None,
     adapter: Annotated[list[str] | None, ADAPTER] = None,
@@ -71,7 +73,12 @@ def draw(  # noqa: PLR0913  (one for each flag)
         seed=seed,
     )
     place = Place(
-        model=image_model, image_lora=image_lora or [], out=out, each=each, enlarge=enlarge
+        model=image_model,
+        config=image_config,
+        image_lora=image_lora or [],
+        out=out,
+        each=each,
+        enlarge=enlarge,
     )
     try:
         if out.suffix.lower() not in FORMATS:
@@ -90,7 +97,7 @@ def draw(  # noqa: PLR0913  (one for each flag)
 def _check_there(place: Place) -> None:
     """Refuses flags that have no effect on a server."""
     if place.model is not None:
-        raise InvalidRequest("Give --image-model FOLDER, or --url of a server.")
+        raise InvalidRequest("Give --image-model, or --url of a server.")
     if place.image_lora:
         raise InvalidRequest("--image-lora is for --image-model: the server has its own.")
     if place.each or place.enlarge > 1:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loramux.cli.console import counting, working
-from loramux.cli.drawing import Asked, Drawn, selected
+from loramux.cli.console import counting
+from loramux.cli.drawing import Asked, Drawn, load_image_model, selected
 from loramux.config.images import demo_images, parse_image_lora, parse_size
 from loramux.errors import InvalidRequest
 
@@ -20,8 +20,10 @@ MAX_SEED = 2**32
 class Place:
     """The model, its adapters, and the file of the images."""
 
-    model: Path | None
+    model: str | None
     """None: the demo's, with its adapters."""
+    config: str | None = None
+    """The configuration of a model that is a single file."""
     image_lora: list[str]
     out: Path
     each: bool = False
@@ -37,17 +39,16 @@ def draw_here(asked: Asked, place: Place) -> Drawn:
     model = place.model
     if model is None:
         folder, demo = demo_images()
-        model, loras = Path(folder), [*map(parse_image_lora, demo), *loras]
+        model, loras = folder, [*map(parse_image_lora, demo), *loras]
     selections = _selections(asked, weights, [lora.name for lora in loras] if place.each else None)
     width, height = (None, None) if asked.size is None else parse_size(asked.size)
     seed = secrets.randbelow(MAX_SEED) if asked.seed is None else asked.seed
-    with working("Loading the image model"):
-        # Imported here: torch and diffusers take seconds, and `--help` needs neither.
-        from loramux.diffusion.image_pipeline import Drawing, ImagePipeline, sheet
+    pipeline = load_image_model(model, place.config)
+    # Imported here, as in load_image_model.
+    from loramux.diffusion.image_pipeline import Drawing, sheet
 
-        pipeline = ImagePipeline(model)
-        for lora in loras:
-            pipeline.add_adapter(lora.name, lora.source)
+    for lora in loras:
+        pipeline.add_adapter(lora.name, lora.source)
     loaded = time.monotonic()
     drawings = [
         Drawing(

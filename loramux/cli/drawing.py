@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import typer
+
+from loramux.cli.console import ByteView, working
+from loramux.config.images import ImageConfig
 from loramux.errors import InvalidRequest
+from loramux.models.locate import located_images
+
+if TYPE_CHECKING:
+    from loramux.diffusion.image_pipeline import ImagePipeline
+
+IMAGE_CONFIG = typer.Option(
+    metavar="MODEL",
+    help="The folder or repository with the configuration of an image model that is a single file, "
+    "and with the components that the file lacks.",
+)
 
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 
@@ -33,6 +48,18 @@ class Drawn:
     """Adapters and pixel digest of each image."""
     seconds: str
     warnings: Sequence[str] = ()
+
+
+def load_image_model(model: str, config: str | None) -> ImagePipeline:
+    """Load an image model for a command, and show its download."""
+    # Imported here: torch and diffusers take seconds, and `--help` needs neither.
+    from loramux.diffusion.image_pipeline import ImagePipeline
+
+    with ByteView() as downloads:
+        images = ImageConfig(image_model=model, image_config=config)
+        located = located_images(images, sink=downloads)
+    with working("Loading the image model"):
+        return ImagePipeline(str(located.image_model), config=located.image_config)
 
 
 def split_weight(text: str) -> tuple[str, float | None]:

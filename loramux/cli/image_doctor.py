@@ -1,4 +1,4 @@
-"""`loramux doctor FILE --image-model DIR`: check an adapter of an image model."""
+"""`loramux doctor FILE --image-model MODEL`: check an adapter of an image model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from loramux.cli.console import say, size_text, working
+from loramux.cli.drawing import load_image_model
 from loramux.errors import (
     AdapterNotFound,
     InvalidRequest,
@@ -23,18 +24,16 @@ if TYPE_CHECKING:
     from loramux.diffusion.lora_files.reader import AdapterReport
 
 
-def examine_image_adapter(path: Path, model: Path, *, probe: bool, as_json: bool) -> NoReturn:
+def examine_image_adapter(
+    path: Path, model: str, config: str | None, *, probe: bool, as_json: bool
+) -> NoReturn:
     """Print the verdict, and exit with status 0 only if the adapter can be served.
 
     `path` may be a name of the registry.
     """
-    # Imported here: torch and diffusers take seconds, and `--help` needs neither.
-    from loramux.diffusion.image_pipeline import ImagePipeline
-
     try:
         place = path if path.exists() else _registered(path)
-        with working("Loading the image model"):
-            pipeline = ImagePipeline(model)
+        pipeline = load_image_model(model, config)
         with working("Reading the adapter"):
             report = pipeline.add_adapter("adapter", place)
         effects: list[float] = []
@@ -70,13 +69,13 @@ def _registered(name: Path) -> Path:
             return name
 
 
-def _show_refusal(path: Path, model: Path, error: Exception, *, as_json: bool) -> NoReturn:
+def _show_refusal(path: Path, model: str, error: Exception, *, as_json: bool) -> NoReturn:
     code = "unsupported_model" if isinstance(error, UnsupportedModel) else "unreadable"
     reason, fix = str(error), ""
     if isinstance(error, Refusal):
         code, reason, fix = error.code, error.reason, error.fix
     if as_json:
-        found = {"ok": False, "adapter": str(path), "base": str(model)}
+        found = {"ok": False, "adapter": str(path), "base": model}
         refusal = {"code": code, "reason": reason, "fix": fix}
         typer.echo(json.dumps({**found, "refusal": refusal}, indent=2))
     else:
@@ -87,10 +86,10 @@ def _show_refusal(path: Path, model: Path, error: Exception, *, as_json: bool) -
     raise typer.Exit(1)
 
 
-def _fields(report: AdapterReport, model: Path, effects: list[float]) -> dict[str, Any]:
+def _fields(report: AdapterReport, model: str, effects: list[float]) -> dict[str, Any]:
     return {
         "adapter": str(report.path),
-        "base": str(model),
+        "base": model,
         "cid": report.cid,
         "size_bytes": report.num_bytes,
         "formats": list(report.formats),
@@ -102,9 +101,9 @@ def _fields(report: AdapterReport, model: Path, effects: list[float]) -> dict[st
     }
 
 
-def _lines(report: AdapterReport, model: Path, effects: list[float]) -> Iterator[tuple[str, str]]:
+def _lines(report: AdapterReport, model: str, effects: list[float]) -> Iterator[tuple[str, str]]:
     yield "Adapter", str(report.path)
-    yield "Base", str(model)
+    yield "Base", model
     yield "CID", report.cid
     yield "Size", size_text(report.num_bytes)
     yield "Format", f"{report.method}; names of {', '.join(report.formats)}"

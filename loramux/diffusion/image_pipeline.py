@@ -13,15 +13,18 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from loramux.base.progress import SILENT, ByteSink
 from loramux.config.fields import AUTO
-from loramux.config.images import MAX_IMAGE_TOKENS
+from loramux.config.images import MAX_IMAGE_TOKENS, ImageConfig
 from loramux.diffusion.digest import pipeline_digest, pixel_digest, to_bytes
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.events import ImageEvent, ImageFacts
 from loramux.diffusion.lora_files.reader import AdapterReport
+from loramux.diffusion.options import PipelineFiles
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import AdapterNotFound, InvalidRequest, suggest
+from loramux.models.locate import located_images
 from loramux.runner.device_choice import choose_device
 from loramux.types.composition import check_sum
 from loramux.types.image import DEFAULT_STRENGTH, ImageRequest, SourceImage, nearest_shape
@@ -105,7 +108,7 @@ class DrawnImage:
 class ImagePipeline:
     """An image model with adapters by name."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (settings with defaults)
         self,
         model: str | Path,
         *,
@@ -113,9 +116,28 @@ class ImagePipeline:
         device: str = AUTO,
         max_image_tokens: int = MAX_IMAGE_TOKENS,
         batching: Batching = "mixed",
+        config: str | Path | None = None,
+        variant: str | None = None,
+        downloads: ByteSink = SILENT,
     ) -> None:
-        """`model`: a folder that diffusers saved; `device`: auto, cpu, cuda or cuda:N."""
-        pipe = load_pipeline(Path(model), dtype=dtype, device=choose_device(device).device)
+        """Load a folder that diffusers saved, org/name[@revision] of the hub, or a single file.
+
+        `device`: auto, cpu, cuda or cuda:N; `config`: of a single file, the folder or the
+        repository with its configuration; `variant`: that of the weights, such as fp16.
+        """
+        images = ImageConfig(
+            image_model=str(model),
+            image_config=None if config is None else str(config),
+            image_variant=variant,
+        )
+        images = located_images(images, sink=downloads)
+        assert images.image_model is not None
+        pipe = load_pipeline(
+            Path(images.image_model),
+            dtype=dtype,
+            device=choose_device(device).device,
+            files=PipelineFiles(config=images.image_config, variant=variant),
+        )
         self._open(pipe, PlanLimits(max_tokens=max_image_tokens, batching=batching))
 
     @classmethod

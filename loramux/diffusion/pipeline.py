@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import accelerate  # type: ignore[import-untyped]  # it has no marker
 import diffusers
 import torch
 import transformers
-from safetensors import safe_open
+from diffusers.loaders.single_file_utils import SingleFileComponentError
 
 from loramux.diffusion.families.base import Family
 from loramux.diffusion.families.find import find_family
@@ -22,10 +23,11 @@ from loramux.diffusion.options import PipelineFiles
 from loramux.errors import InvalidRequest, UnsupportedModel
 from loramux.kernels.cpu.vector_math import detect_cpu
 from loramux.models.hub.pipeline_files import components_of, local_files, weights_of
+from loramux.models.hub.single_file import components_in, parts_of
 
 INDEX_NAME = "model_index.json"
-# First parts of tensor names in checkpoints with text encoders or a VAE.
-_OTHER_PARTS = {"cond_stage_model", "conditioner", "first_stage_model", "text_encoders", "vae"}
+# NotImplementedError: torch's, for a tensor without values.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, NotImplementedError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,20 +54,17 @@ def load_pipeline(
     family = find_family(name)
     try:
         with _quiet():
-            loaded = {}
-            if place.is_file():
-                loaded = {family.denoiser: _denoiser_of(place, folder, family.denoiser, dtype)}
-            names = [one for one in components_of(folder / INDEX_NAME) if one not in loaded]
-            _, variant = weights_of(local_files(folder), names, files.variant)
-            pipe = getattr(diffusers, name).from_pretrained(
-                folder,
-                variant=variant,
-                dtype=DTYPES[dtype],
-                local_files_only=True,
-                use_safetensors=True,
-                **loaded,
-            )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            kind = getattr(diffusers, name)
+            parts = parts_of(place) if place.is_file() else frozenset()
+            if parts:
+                pipe = _from_checkpoint(kind, place, folder, parts, DTYPES[dtype], files.variant)
+            else:
+                own = {}
+                if place.is_file():
+                    own = {family.denoiser: _denoiser_of(place, folder, family.denoiser, dtype)}
+                pipe = _from_folder(kind, folder, own, DTYPES[dtype], files.variant)
+        _check_complete(pipe)
+    except (*_UNREADABLE, SingleFileComponentError) as error:
         raise UnsupportedModel(f"The pipeline in {place} cannot be loaded: {error}") from error
     pipe.model_facts = read_facts(folder)
     pipe.set_progress_bar_config(disable=True)
@@ -76,16 +75,73 @@ def load_pipeline(
     return pipe
 
 
+def _from_folder(
+    kind: Any, folder: Path, own: dict[str, Any], dtype: torch.dtype, variant: str | None
+) -> Any:
+    """Load a pipeline with `own` components, and all others of the folder."""
+    names = [one for one in components_of(folder / INDEX_NAME) if one not in own]
+    _, variant = weights_of(local_files(folder), names, variant)
+    return kind.from_pretrained(
+        folder,
+        variant=variant,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        **own,
+    )
+
+
+def _from_checkpoint(
+    kind: Any,
+    file: Path,
+    folder: Path,
+    parts: frozenset[str],
+    dtype: torch.dtype,
+    variant: str | None,
+) -> Any:
+    """Load a file with a whole pipeline, and what it lacks from the folder of its configuration."""
+    if not hasattr(kind, "from_single_file"):
+        raise UnsupportedModel(
+            f"diffusers reads no file with all components of a {kind.__name__}. Give its folder, "
+            "or the denoiser alone as the file."
+        )
+    index = folder / INDEX_NAME
+    given = components_in(index, parts)
+    kinds = json.loads(index.read_bytes())
+    lacking = [
+        name
+        for name in components_of(index)
+        if name not in given and (folder / name / "config.json").exists()
+    ]
+    _, variant = weights_of(local_files(folder), lacking, variant)
+    others = {
+        name: getattr(importlib.import_module(kinds[name][0]), kinds[name][1]).from_pretrained(
+            folder,
+            subfolder=name,
+            variant=variant,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+        for name in lacking
+    }
+    return kind.from_single_file(
+        str(file), config=str(folder), torch_dtype=dtype, local_files_only=True, **others
+    )
+
+
+def _check_complete(pipe: Any) -> None:
+    """Refuse a component whose file lacks tensors: diffusers leaves them without values."""
+    for name, component in pipe.components.items():
+        if not isinstance(component, torch.nn.Module):
+            continue
+        for path, parameter in component.named_parameters():
+            if parameter.is_meta:
+                raise UnsupportedModel(f"{name} has no values for {path}: its file is not complete")
+
+
 def _denoiser_of(file: Path, folder: Path, component: str, dtype: str) -> Any:
     """Load the denoiser of a single file with the configuration that a folder has for it."""
-    with safe_open(file, framework="pt") as opened:
-        others = sorted({key.partition(".")[0] for key in opened.keys()} & _OTHER_PARTS)  # noqa: SIM118
-    if others:
-        raise UnsupportedModel(
-            f"{file.name} has more than a denoiser ({', '.join(others)}), and the other components "
-            f"of {folder} would be used in their place. Save it as a folder once, with "
-            "from_single_file and save_pretrained of diffusers."
-        )
     index = json.loads((folder / INDEX_NAME).read_bytes())
     kind = getattr(diffusers, index[component][1])
     return kind.from_single_file(

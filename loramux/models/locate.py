@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,14 +61,25 @@ def located_images(images: ImageConfig, *, sink: ByteSink = SILENT) -> ImageConf
                 f"--image-config is for a model of a single file, and {model} is a folder.",
                 param="image_config",
             )
-        config = str(locate_image_model(config, variant=variant, sink=sink))
+        # Imported here: a folder does not need it.
+        from loramux.models.hub.single_file import parts_of
+
+        parts = parts_of(found)
+        config = str(locate_image_model(config, variant=variant, parts=parts, sink=sink))
     return replace(images, image_model=str(found), image_config=config)
 
 
 def locate_image_model(
-    model: str | Path, *, variant: str | None = None, sink: ByteSink = SILENT
+    model: str | Path,
+    *,
+    variant: str | None = None,
+    parts: Collection[str] = (),
+    sink: ByteSink = SILENT,
 ) -> Path:
-    """Return the folder of a pipeline, or the file, of a path or of org/name[@revision]."""
+    """Return the folder of a pipeline, or the file, of a path or of org/name[@revision].
+
+    `parts`: those that a single file has, so that their weights need not be fetched.
+    """
     path = Path(model).expanduser()
     is_named = str(model).startswith(HUB_PREFIX)
     if isinstance(model, Path) or (path.exists() and not is_named):
@@ -76,7 +88,7 @@ def locate_image_model(
     if hub_id is not None and hub_id.file is None:
         from loramux.models.hub.images import fetch_pipeline
 
-        return fetch_pipeline(hub_id, variant=variant, sink=sink)
+        return fetch_pipeline(hub_id, variant=variant, parts=parts, sink=sink)
     raise UnsupportedModel(
         f"{model} is no image model: give a folder that diffusers saved, a .safetensors file, or "
         "org/name[@revision] on the Hugging Face hub."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from loramux.base.progress import SILENT, ByteSink
@@ -17,12 +18,21 @@ from loramux.models.hub.pipeline_files import (
     small_files,
     weights_of,
 )
+from loramux.models.hub.single_file import components_in
 from loramux.types.hub_id import HubId
 from loramux.types.image import PIPELINE_CLASSES
 
 
-def fetch_pipeline(hub_id: HubId, *, variant: str | None, sink: ByteSink = SILENT) -> Path:
+def fetch_pipeline(
+    hub_id: HubId,
+    *,
+    variant: str | None,
+    parts: Collection[str] = (),
+    sink: ByteSink = SILENT,
+) -> Path:
     """Return the folder of the pipeline in the cache, fetching what is missing.
+
+    `parts`: those of a file that has the weights of other components (`single_file.parts_of`).
 
     The class of the pipeline, its weights and the free space are checked before any weight is
     fetched. The hub and the cache are asked as for models of texts.
@@ -35,17 +45,29 @@ def fetch_pipeline(hub_id: HubId, *, variant: str | None, sink: ByteSink = SILEN
         absent = [one for one in components if not any(n.startswith(f"{one}/") for n in names)]
         if absent:
             raise UnsupportedModel(f"{', '.join(absent)} is missing.")
-        weights_of(names, components, variant)
+        weights_of(names, _without(folder / PIPELINE_INDEX, components, parts), variant)
         return folder
 
     return fetch_or_find(
         hub_id,
         find=lambda: cache.find_by(complete),
-        fetch=lambda listing: _fetch(cache, listing, variant, sink),
+        fetch=lambda listing: _fetch(cache, listing, variant, parts, sink),
     )
 
 
-def _fetch(cache: RepositoryCache, listing: Listing, variant: str | None, sink: ByteSink) -> Path:
+def _without(index: Path, components: list[str], parts: Collection[str]) -> list[str]:
+    """Return the components whose weights the repository must have."""
+    given = components_in(index, parts) if parts else []
+    return [name for name in components if name not in given]
+
+
+def _fetch(
+    cache: RepositoryCache,
+    listing: Listing,
+    variant: str | None,
+    parts: Collection[str],
+    sink: ByteSink,
+) -> Path:
     hub_id, names = cache.hub_id, list(listing.files)
     if PIPELINE_INDEX not in names:
         raise UnsupportedModel(
@@ -56,7 +78,7 @@ def _fetch(cache: RepositoryCache, listing: Listing, variant: str | None, sink: 
     try:
         _check_class(index)
         components = components_of(index)
-        weights, _ = weights_of(names, components, variant)
+        weights, _ = weights_of(names, _without(index, components, parts), variant)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{hub_id}: {error} Nothing else was downloaded.") from None
     chosen = [listing.files[name] for name in (*small_files(names, components), *weights)]

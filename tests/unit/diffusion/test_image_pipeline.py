@@ -161,7 +161,7 @@ def test_draw_writes_an_image(tiny, tmp_path):
         (["--size", "big"], "WIDTHxHEIGHT"),
         (["--image-lora", "ink"], "NAME=SOURCE"),
         (["--adapter", "ink"], "no adapter 'ink'"),
-        (["--image-model", "/nowhere"], "no model_index.json"),
+        (["--image-model", "/nowhere"], "is no image model"),
     ],
 )
 def test_draw_refuses(tiny, words, text):

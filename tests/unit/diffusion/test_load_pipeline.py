@@ -60,13 +60,6 @@ def test_a_denoiser_of_a_single_file_takes_the_place_of_the_folders(tmp_path, fo
     assert torch.equal(got, drawn(pipe)) and not torch.equal(got, expected)
 
 
-def test_a_checkpoint_with_other_components_is_refused(tmp_path, folder):
-    file = tmp_path / "all.safetensors"
-    save_file({"first_stage_model.encoder.weight": torch.ones(1), "model.x": torch.ones(1)}, file)
-    with pytest.raises(UnsupportedModel, match=r"more than a denoiser \(first_stage_model\)"):
-        load_pipeline(file, files=PipelineFiles(config=str(folder)))
-
-
 def test_a_pipeline_of_the_hub_draws_what_its_folder_draws(folder, expected, monkeypatch, tmp_path):
     files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
     with hub_for_client(monkeypatch, tmp_path) as hub:

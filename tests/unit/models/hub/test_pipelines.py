@@ -64,6 +64,13 @@ def repositories(hub: HubServer) -> None:
     }
 
 
+def header(*names: str) -> bytes:
+    """A .safetensors file that has tensors of these names and no values."""
+    entries = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
 def found(folder: Path) -> dict[str, bytes]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
@@ -127,11 +134,17 @@ def test_a_component_without_the_variant_has_its_plain_files():
 
 def test_a_single_file_needs_a_configuration_and_a_folder_none(tmp_path):
     file = tmp_path / "sdxl.safetensors"
-    file.write_bytes(b"x")
+    file.write_bytes(header("input_blocks.0.0.weight"))
     with pytest.raises(InvalidRequest, match="--image-config, such as.*fetched from the hub"):
         located_images(ImageConfig(image_model=str(file)))
     given = located_images(ImageConfig(image_model=str(file), image_config="acme/flux@v1"))
     assert given.image_model == str(file)
     assert given.image_config is not None and found(Path(given.image_config)) == SMALL | PLAIN
+    whole = tmp_path / "whole.safetensors"
+    whole.write_bytes(header("model.diffusion_model.x", "text_encoders.clip_l.x"))
+    given = located_images(ImageConfig(image_model=str(whole), image_config="acme/flux@main"))
+    assert given.image_config is not None
+    index = {name: body for name, body in PLAIN.items() if name.endswith(".json")}
+    assert found(Path(given.image_config)) == SMALL | index
     with pytest.raises(InvalidRequest, match="is a folder"):
         located_images(ImageConfig(image_model=str(tmp_path), image_config="acme/flux"))
