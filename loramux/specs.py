@@ -1,12 +1,12 @@
-"""sheaf's way to write down a deployment; a spec of sheaf runs if its imports name this module."""
+"""sheaf's names: a script of sheaf runs if its imports name this module."""
 
+from loramux.deploy.model_server import ModelServer
 from loramux.launch.specs import (
     MODEL_ID,
     BatchPolicy,
     FleetConfig,
     LoRAAdapter,
     LoRAConfig,
-    ModelServer,
     ModelSpec,
     ModelType,
     ResourceConfig,

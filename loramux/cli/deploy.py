@@ -18,8 +18,8 @@ from loramux.cli.console import printable, say, show_error
 from loramux.errors import InvalidRequest, LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.deploy.ray_server import DeploymentState, ModelServer
-    from loramux.specs import ModelSpec
+    from loramux.deploy.ray_server import DeploymentState, RayDeployment
+    from loramux.launch.specs import ModelSpec
 
 _PACKAGES = ("ray", "yaml", "aiohttp", "uvicorn", "starlette", "prometheus_client")
 app = typer.Typer(no_args_is_help=True, help="Deploy replicas and a router on a cluster.")
@@ -87,14 +87,14 @@ def _act(
     status: bool,
     down: bool,
 ) -> None:
-    from loramux.deploy.ray_server import ModelServer, connect
+    from loramux.deploy.ray_server import RayDeployment, connect
 
     began = time.monotonic()
 
     def progress(line: str) -> None:
         say(console, f"{time.monotonic() - began:6.1f} s  ", line, style="dim")
 
-    server = ModelServer(spec, on_progress=progress)
+    server = RayDeployment(spec, on_progress=progress)
     needs_cluster = update or status or down
     is_own = connect(address, needs_cluster=needs_cluster)
     if status:
@@ -111,7 +111,7 @@ def _act(
 
 
 @contextmanager
-def _until_stopped(server: ModelServer, console: Console, *, is_own: bool) -> Iterator[None]:
+def _until_stopped(server: RayDeployment, console: Console, *, is_own: bool) -> Iterator[None]:
     """Keeps a cluster of this process until Ctrl-C or SIGTERM, and takes the deployment down."""
     if not is_own:
         yield

@@ -15,10 +15,10 @@ import uvicorn
 from ray import serve
 
 from loramux.deploy import member_table
+from loramux.deploy.guarded import GuardedApp
 from loramux.deploy.prewarm import busiest_adapters
 from loramux.deploy.ray_members import RayMembers
 from loramux.deploy.serve_config import ENGINE, ENGINES, ROUTER
-from loramux.router.answers import error_answer
 from loramux.router.app import RouterApp, RouterOptions
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _START_S = 30.0
 _LOOK_S = 0.02
-_LOADS = ("load_lora_adapter", "unload_lora_adapter", "adapters")
 _LIST_S = 10.0
 
 
@@ -105,33 +104,6 @@ class Front:
         self._server.should_exit = True
         await asyncio.wait([self._serving])
         self._socket.close()
-
-
-class GuardedApp:
-    """The router without the routes that would make replicas differ from their configuration."""
-
-    def __init__(self, app: RouterApp, *, runtime_loads: bool) -> None:
-        self._app = app
-        self._is_open = runtime_loads
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_open and _changes_adapters(scope):
-            message = (
-                "The adapters of this deployment are those of its spec: change them there, and run "
-                "`loramux deploy ray --update`; or set fleet.runtime_loads."
-            )
-            await error_answer(403, message).send(send)
-        else:
-            await self._app(scope, receive, send)
-
-
-def _changes_adapters(scope: Scope) -> bool:
-    """Whether a request is to load or unload an adapter; pushes to a registry are not."""
-    path = scope["path"].strip("/")
-    if path.removeprefix("v1/") in _LOADS[:2]:
-        return True
-    # SageMaker's routes; those under /v1/ are of the registry.
-    return scope["method"] in ("POST", "DELETE") and path.split("/")[0] == _LOADS[2]
 
 
 def without_lifespan(app: GuardedApp) -> Any:

@@ -1,4 +1,4 @@
-"""`ModelServer`: deploys a spec on Ray Serve, changes it, and takes it down.
+"""`RayDeployment`: deploys a spec on Ray Serve, changes it, and takes it down.
 
 It deploys by configuration, as `serve deploy` and KubeRay do: Ray then restarts only what the
 configuration changes, while `serve.run` restarts everything.
@@ -27,7 +27,7 @@ from loramux.deploy.serve_config import (
     serve_config,
 )
 from loramux.errors import InvalidRequest, LoramuxError
-from loramux.specs import ModelSpec
+from loramux.launch.specs import ModelSpec
 
 APPLICATIONS = (ENGINES, FRONT)
 _LOOK_S = 0.25
@@ -94,7 +94,7 @@ def connect(
     return True
 
 
-class ModelServer:
+class RayDeployment:
     """The deployment of one spec on the Ray cluster of this process."""
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelServer:
         port: int | None = None,
         on_progress: OnProgress = lambda line: None,
     ) -> None:
-        """Take one spec, alone or in a list as loramux.specs.ModelServer does.
+        """Take one spec, alone or in a list.
 
         `host`, `port`: of the router, in place of `fleet.front_host` and `fleet.front_port`;
         `on_progress`: gets a line each time something changes.
@@ -122,7 +122,8 @@ class ModelServer:
         return f"http://{host}:{fleet.front_port}"
 
     def run(self) -> DeploymentState:
-        """Deploys the spec, and returns when all replicas are ready; raises DeployFailed."""
+        """Deploy the spec, and return when all replicas are ready; raise DeployFailed."""
+        connect()
         if deployed_config() is not None:
             raise DeployFailed("This cluster already has a deployment: update it, or shut it down.")
         fleet = self._spec.fleet

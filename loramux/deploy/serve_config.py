@@ -15,7 +15,7 @@ from typing import Any
 
 from loramux.config.serve import SETTINGS
 from loramux.errors import InvalidRequest
-from loramux.specs import FleetConfig, LoRAConfig, ModelSpec, ScalingConfig
+from loramux.launch.specs import FleetConfig, LoRAConfig, ModelSpec, ScalingConfig
 
 ENGINES, FRONT = "engines", "front"
 """Names of the applications."""
@@ -77,7 +77,7 @@ def user_config(spec: ModelSpec) -> dict[str, Any]:
         "target_load": 1.0 if scaling is None else scaling.target_load,
     }
     # Replicas tell what they have applied by this.
-    told = {"config": config, "args": _engine_args(spec)}
+    told = {"config": config, "args": engine_args(spec)}
     return config | {"revision": _digest(told)}
 
 
@@ -132,12 +132,13 @@ def _engines(spec: ModelSpec) -> dict[str, Any]:
         "name": ENGINES,
         "route_prefix": None,
         "import_path": "loramux.deploy.ray_engine:engines",
-        "args": _engine_args(spec),
+        "args": engine_args(spec),
         "deployments": [engine],
     }
 
 
-def _engine_args(spec: ModelSpec) -> dict[str, Any]:
+def engine_args(spec: ModelSpec) -> dict[str, Any]:
+    """Return what a process gets when it starts: a change of it makes another process."""
     fleet = spec.fleet
     settings = spec.serve_settings
     if spec.is_text:

@@ -13,7 +13,7 @@ from loramux.config.fields import Kind, located_source
 from loramux.config.file import parse
 from loramux.config.serve import SETTINGS
 from loramux.errors import InvalidRequest, suggest
-from loramux.specs import (
+from loramux.launch.specs import (
     MODEL_ID,
     BatchPolicy,
     FleetConfig,

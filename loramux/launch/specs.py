@@ -1,22 +1,13 @@
-"""sheaf's way to write down a deployment: `ModelSpec`, `LoRAConfig`, `LoRAAdapter`.
-
-A spec of sheaf runs unchanged if its imports name this module:
-
-    from loramux.specs import LoRAAdapter, LoRAConfig, ModelServer, ModelSpec, ModelType
-
-`ModelServer` here serves images in this process; `loramux.deploy.ray_server.ModelServer` deploys
-text and images on Ray Serve.
-"""
+"""sheaf's way to write down a deployment: `ModelSpec`, `LoRAConfig`, `LoRAAdapter`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from loramux.base.progress import SILENT
 from loramux.config.file import parse
 from loramux.config.serve import SETTINGS, ServeConfig, serve_config
 from loramux.errors import InvalidRequest, suggest
@@ -319,27 +310,3 @@ def _check_setting(name: str, value: object) -> None:
             param="settings",
         )
     parse(name, value, source=f"settings.{name}")
-
-
-class ModelServer:
-    """Serves the model of a spec over HTTP."""
-
-    def __init__(self, models: Sequence[ModelSpec], **settings: Any) -> None:
-        """`settings`: more fields of ServeConfig, such as `port`."""
-        if len(models) != 1:
-            raise InvalidRequest(f"One server has one image model, got {len(models)} specs.")
-        if models[0].is_text:
-            raise InvalidRequest(
-                "This ModelServer serves images; that of loramux.deploy.ray_server also text."
-            )
-        self._spec = models[0]
-        self._settings = settings
-
-    def run(self) -> int:
-        """Serve until SIGTERM or Ctrl-C; returns the exit status."""
-        from loramux.launch.serve import serve
-
-        config = replace(self._spec.config, **self._settings)
-        return serve(
-            config, progress=lambda *_: None, downloads=SILENT, on_ready=lambda ready: None
-        )

@@ -231,6 +231,14 @@ def _adapter_name(named: _Named, headers: list[tuple[str, str]], tenant_header: 
     return "\0".join((found, *who)) if "/" not in found and who else found
 
 
+def model_names(body: bytes, headers: list[tuple[str, str]]) -> list[str]:
+    """Return the names of models and adapters that a request has, its `model` first."""
+    named = _named(body, headers)
+    adapters = named.adapters if isinstance(named.adapters, list) else [named.adapters]
+    found = (named.model, *adapters, named.artifact, named.adapter_id, named.lora_path)
+    return [name for name in found if isinstance(name, str) and name]
+
+
 def _sum(adapters: Any) -> str:
     if not isinstance(adapters, list):
         return ""

@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from loramux.deploy.prewarm import own_adapters
-from loramux.deploy.ray_server import DeployFailed, DeploymentState, ModelServer, connect
+from loramux.deploy.ray_server import DeployFailed, DeploymentState, RayDeployment, connect
 from loramux.specs import (
     FleetConfig,
     LoRAAdapter,
@@ -47,7 +47,7 @@ class Scene:
     expected: dict[str, dict[str, list[int]]]
     """PEFT's greedy tokens by model and name."""
     spec: ModelSpec
-    server: ModelServer
+    server: RayDeployment
     state: DeploymentState
     log: list[str] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ def scene(
     began = time.monotonic()
     assert connect(num_cpus=4)
     started_s = time.monotonic() - began
-    server = ModelServer(spec, on_progress=lambda line: None)
+    server = RayDeployment(spec, on_progress=lambda line: None)
     try:
         state = server.run()
         total_s = time.monotonic() - began
