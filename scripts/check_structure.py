@@ -1,6 +1,7 @@
 """Fails where the code leaves the structure that the import contract cannot express.
 
 python scripts/check_structure.py
+python scripts/check_structure.py --report    # counts of modules, rooms, arrows and floors
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from structure_report import report
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "loramux"
 FOLDERS = ("loramux", "tests", "benchmarks", "examples", "scripts")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+MAX_PACKAGE_DOCSTRING_LINES = 5
 # The only modules that may import each of these.
 HOMES = {
     "triton": (PACKAGE / "kernels" / "gpu",),
@@ -54,22 +58,33 @@ def _imported_names(tree: ast.AST) -> Iterator[str]:
                 yield "torch.cuda"
 
 
-def init_faults(path: Path, text: str) -> Iterator[str]:
-    if path.name == "__init__.py" and path.parent != PACKAGE and text.strip():
+def init_faults(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield what is wrong with a package's `__init__.py`: a short docstring, and nothing else."""
+    if path.name != "__init__.py" or path.parent == PACKAGE:
+        return
+    docstring = ast.get_docstring(tree)
+    if docstring is None:
+        yield f"{path}: needs a docstring: what it is, what enters, leaves and may not be imported"
+    elif len(docstring.splitlines()) > MAX_PACKAGE_DOCSTRING_LINES:
+        yield f"{path}: the docstring has over {MAX_PACKAGE_DOCSTRING_LINES} lines"
+    if len(tree.body) > (docstring is not None):
         yield f"{path}: only the top package's __init__.py has code"
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    if arguments == ["--report"]:
+        print("\n".join(report()))
+        return 0
     found: list[str] = []
     for path in sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")):
         text = path.read_text()
         tree = ast.parse(text)
         found += size_faults(path, text, tree)
         if path.is_relative_to(PACKAGE):
-            found += [*import_faults(path, tree), *init_faults(path, text)]
+            found += [*import_faults(path, tree), *init_faults(path, tree)]
     print("\n".join([*found, f"{len(found)} findings"]))
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -172,7 +172,7 @@ def _explaining() -> Iterator[None]:
             raise
         show_error(
             console,
-            f"{error.name} is not installed. Run: pip install 'loramux[server,router,postgres]'",
+            f"{error.name} is not installed. Run: pip install 'loramux[router,registry,postgres]'",
         )
         raise typer.Exit(1) from error
     except LoramuxError as error:

@@ -1,0 +1,1 @@
+"""Operations in batched torch calls, for a CPU without numba."""

@@ -1,0 +1,1 @@
+"""Operations in plain torch, which define the results of all others."""

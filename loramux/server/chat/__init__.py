@@ -1,0 +1,1 @@
+"""What a chat adds to a generation: structured answers, tools, reasoning."""

@@ -1,0 +1,1 @@
+"""Paged attention: decode with split-K, and prefill over chunks."""

@@ -1,0 +1,1 @@
+"""Small-M GEMM of the base weights: MMA fragment layout, split-K, launch parameters."""

@@ -1,0 +1,1 @@
+"""Segmented LoRA: shrink and expand over the pages of the adapters of a batch."""

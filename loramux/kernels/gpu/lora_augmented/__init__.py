@@ -1,0 +1,1 @@
+"""LoRA on augmented weights: A is appended to W, and kernels add h @ B."""
