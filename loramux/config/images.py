@@ -10,8 +10,10 @@ from loramux.config.engine import DTYPES
 from loramux.config.fields import AUTO, Kind, Limit, at_least, check_limits, one_of, setting
 from loramux.errors import InvalidRequest
 
-DEMO = Path(__file__).parents[2] / "examples" / "images"
-"""The demo's image model and adapters, in a checkout of the sources."""
+_INSTALLED = Path(__file__).parents[1] / "demo"
+_CHECKOUT = Path(__file__).parents[2] / "examples" / "images"
+DEMO = _INSTALLED if _INSTALLED.exists() else _CHECKOUT
+"""The demo's image model and adapters: part of the wheel, and of a checkout of the sources."""
 DEMO_NAME = "small-flux"
 _SIZE = re.compile(r"(\d{1,5})\s*[xX×]\s*(\d{1,5})", re.ASCII)
 _LORA = re.compile(r"(?P<name>[^=\s]+)=(?P<source>.+?)(?:@(?P<weight>-?\d+(?:\.\d+)?))?")
@@ -70,8 +72,7 @@ class ImageConfig:
         False,
         Kind.SWITCH,
         IMAGES,
-        "Serve the demo's image model with its adapters, which are part of a checkout of the "
-        "sources.",
+        "Serve the demo's image model with its adapters.",
         name="images",
     )
     image_model: str | None = setting(
@@ -174,8 +175,8 @@ def demo_images(folder: Path = DEMO) -> tuple[str, tuple[str, ...]]:
     model = folder / "model"
     if not (model / "model_index.json").exists():
         raise InvalidRequest(
-            f"The demo's image model is not in {folder}: it comes with a checkout of the sources, "
-            "not with the package. Clone the repository, or name a model with --image-model.",
+            f"The demo's image model is not in {folder}, where the package or a checkout has it. "
+            "Install loramux again, or name a model with --image-model.",
             param="image_model",
         )
     sources = sorted((folder / "adapters").iterdir())

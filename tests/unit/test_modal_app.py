@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.request
 from pathlib import Path
@@ -23,11 +24,13 @@ PROGRAM = Path(__file__).resolve().parents[2] / "deploy" / "modal_app.py"
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.delenv("LORAMUX_REGISTRY", raising=False)
     monkeypatch.delenv("LORAMUX_MODEL", raising=False)
+    monkeypatch.setenv("LORAMUX_WHEEL", "/wheels/loramux-0.2.0-py3-none-any.whl")
     return loaded()
 
 
 def loaded() -> ModuleType:
     module = ModuleType("modal_app")
+    module.__file__ = str(PROGRAM)
     exec(compile(PROGRAM.read_text(), PROGRAM, "exec"), module.__dict__)
     return module
 
@@ -36,6 +39,21 @@ def test_the_app_declares_one_server(program: ModuleType) -> None:
     assert isinstance(program.app, modal.App) and program.app.name == "loramux"
     assert type(program.Server).__name__ == "Server"
     assert program.DRAIN_S < program.EXIT_S
+
+
+def test_the_image_has_the_wheel_that_is_named_or_the_newest(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Path("/wheels/loramux-0.2.0-py3-none-any.whl") == program.WHEEL
+    monkeypatch.delenv("LORAMUX_WHEEL")
+    with pytest.raises(SystemExit, match="python -m build"):
+        program.find_wheel(tmp_path)
+    (tmp_path / "dist").mkdir()
+    for age, name in enumerate(("loramux-0.2.0-x.whl", "loramux-0.1.0-x.whl")):
+        wheel = tmp_path / "dist" / name
+        wheel.touch()
+        os.utime(wheel, (1e9 - age, 1e9 - age))
+    assert program.find_wheel(tmp_path).name == "loramux-0.2.0-x.whl"
 
 
 def test_the_server_takes_its_flags(program: ModuleType, tmp_path: Path) -> None:
