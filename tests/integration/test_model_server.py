@@ -22,7 +22,7 @@ from tests.engine_factory import save_model_with_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = 300
-TINY = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
+TINY = {"height": 64, "width": 64, "num_inference_steps": 2, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_two_models_answer_change_and_end(folder: Path, scene: Scene) -> None:
     assert scene.picture() == scene.picture(adapters=[]) == ink
     after = set(servers())
     assert len(after) == 2 and len(after & before) == 1
-    body = {"model": "flux", "prompt": "a cat", "size": "32x32", "steps": 2, "seed": 1}
+    body = {"model": "flux", "prompt": "a cat", "size": "64x64", "steps": 2, "seed": 1}
     drawn = scene.client.post("/v1/images/generations", json=body | {"adapters": []}).json()
     assert drawn["serving"]["images"][0]["pixel_digest"] == plain
 
