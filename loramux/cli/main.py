@@ -63,7 +63,7 @@ PACKAGES = {
         *("gguf", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "tqdm"),
         "transformers",
     ),
-    "server": ("fastapi", "llguidance", "prometheus_client", "starlette", "uvicorn"),
+    "server": ("llguidance", "prometheus_client", "starlette", "uvicorn"),
     "registry": ("alembic", "cryptography", "sqlalchemy"),
     "images": ("accelerate", "diffusers", "PIL"),
 }
