@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
-LAYOUT = PagedLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4)
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4)
 PAGE = 3 * 2 * 4 * 2 * 8
 NUM_HEADS = 6
 CPU = torch.device("cpu")
@@ -24,6 +25,13 @@ MIXES = {
     "prompts among decodes": [(9, 1), (0, 6), (30, 1), (4, 9), (3, 1)],
 }
 
+# Activations and KV cache of different dtypes.
+MIXED_DTYPES = [
+    (torch.float32, "float16"),
+    (torch.float32, "bfloat16"),
+    (torch.bfloat16, "float16"),
+    (torch.bfloat16, "float32"),
+]
 ARGS = {
     "plain": AttendArgs(layer=0, scale=0.35),
     "window": AttendArgs(layer=2, scale=0.35, sliding_window=5),
@@ -43,23 +51,37 @@ def make_sequences(mix: list[tuple[int, int]], seed: int = 0) -> tuple[list[Sequ
     return sequences, sum(needed) + 3
 
 
-def run(kernels: Any, mix: list[tuple[int, int]], args: AttendArgs) -> tuple[torch.Tensor, ...]:
+def run(
+    kernels: Any,
+    mix: list[tuple[int, int]],
+    args: AttendArgs,
+    dtypes: tuple[torch.dtype, str] = (torch.float32, "float32"),
+) -> tuple[torch.Tensor, ...]:
+    """`dtypes`: of the activations, and of the KV cache"""
     sequences, num_pages = make_sequences(mix)
     generator = torch.Generator().manual_seed(3)
-    storage = torch.randn(num_pages, PAGE, generator=generator)
+    layout = replace(LAYOUT, dtype=dtypes[1])
+    storage = torch.randn(num_pages, PAGE, generator=generator).to(getattr(torch, dtypes[1]))
     num_rows = sum(rows for _, rows in mix)
     q = torch.randn(num_rows, NUM_HEADS, 8, generator=generator)
     k, v = (torch.randn(num_rows, 2, 8, generator=generator) for _ in range(2))
-    plan = kernels.plan(sequences, LAYOUT, CPU)
+    q, k, v = (x.to(dtypes[0]) for x in (q, k, v))
+    plan = kernels.plan(sequences, layout, CPU)
     plan.write_kv(storage, args.layer, k, v)
     return plan.attend(storage, q, args), storage
 
 
-def check_against_reference(kernels: Any, mix: list[tuple[int, int]], args: AttendArgs) -> None:
-    expected, expected_storage = run(attention_torch, mix, args)
-    actual, actual_storage = run(kernels, mix, args)
+def check_against_reference(
+    kernels: Any,
+    mix: list[tuple[int, int]],
+    args: AttendArgs,
+    dtypes: tuple[torch.dtype, str] = (torch.float32, "float32"),
+) -> None:
+    expected, expected_storage = run(attention_torch, mix, args, dtypes)
+    actual, actual_storage = run(kernels, mix, args, dtypes)
     assert torch.equal(actual_storage, expected_storage)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    atol = 1e-5 if dtypes[0] == torch.float32 else 1e-2
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=1e-4)
 
 
 def random_angles(num_rows: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,7 +57,8 @@ def runner_with(runner: GpuRunner, limits: BatchLimits, **ops: Any) -> GpuRunner
     """A second runner over the weights, pages and adapters of another, with other kernels."""
     return GpuRunner(
         decoder=runner._decoder._decoder,
-        pool=runner._pool,
+        pool=runner.pool,
+        kv=runner.kv,
         directory=runner.directory,
         kernels=replace(runner._kernels, **ops),
         limits=limits,

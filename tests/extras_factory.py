@@ -91,7 +91,7 @@ class ExtrasWorld:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     specs: dict[str, list[ExtraSpec]] = field(default_factory=lambda: dict(ADAPTERS))
-    page_elements: int = PAGE_ELEMENTS
+    page_width: int = PAGE_ELEMENTS
     sites: Sequence[FusedLinear] = SITES
     num_layers: int = NUM_LAYERS
     vocab_size: int = VOCAB
@@ -100,11 +100,11 @@ class ExtrasWorld:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         layouts = {
-            name: plan_rank_blocks(self.sites, {}, self.page_elements).with_extras(specs)
+            name: plan_rank_blocks(self.sites, {}, self.page_width).with_extras(specs)
             for name, specs in self.specs.items()
         }
         num_pages = sum(layout.num_pages for layout in layouts.values()) + 2
-        pool = torch.full((num_pages, self.page_elements), float("nan"), dtype=self.dtype)
+        pool = torch.full((num_pages, self.page_width), float("nan"), dtype=self.dtype)
         pages = torch.randperm(num_pages, generator=generator).tolist()
         self.directory = DeviceExtras(
             num_layers=self.num_layers,
@@ -124,7 +124,7 @@ class ExtrasWorld:
                 write_extra(layout.extras, buffer, ExtraTensor(one.key, values))
                 self.values[name][one.key] = values.to(self.device)
             page_ids = [pages.pop() for _ in range(layout.num_pages)]
-            pool[page_ids] = buffer.view(-1, self.page_elements)
+            pool[page_ids] = buffer.view(-1, self.page_width)
             self.residents[name] = ResidentAdapter(name, layout, page_ids)
             self.directory.add(self.residents[name])
         self.pool = pool.to(self.device)

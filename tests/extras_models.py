@@ -121,7 +121,6 @@ def register(engine: Engine, adapters: Mapping[str, Adapter]) -> None:
             path="no-folder",
             rank=layout.max_rank,
             num_bytes=image.num_bytes,
-            num_elements=layout.num_elements,
         )
         host = engine.memory.tiers.host
         host.reserve(cid, image.num_bytes)

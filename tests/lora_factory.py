@@ -130,15 +130,15 @@ def make_world(
     is_fp12: A in fp12, all else in bfloat16
     """
     generator = torch.Generator().manual_seed(3)
-    sites, page_elements = (FP12_SITES, FP12_PAGE_ELEMENTS) if is_fp12 else (SITES, PAGE_ELEMENTS)
+    sites, page_width = (FP12_SITES, FP12_PAGE_ELEMENTS) if is_fp12 else (SITES, PAGE_ELEMENTS)
     dtype = torch.bfloat16 if is_fp12 else dtype
     layouts = [
-        plan_rank_blocks(sites, places, page_elements, is_fp12=is_fp12)
+        plan_rank_blocks(sites, places, page_width, is_fp12=is_fp12)
         for places in _places(ranks, skip)
     ]
     num_pages = sum(layout.num_pages for layout in layouts) + 2
     # What lies between the groups must never reach a result.
-    pool = torch.full((num_pages, page_elements), float("nan"), dtype=dtype)
+    pool = torch.full((num_pages, page_width), float("nan"), dtype=dtype)
     pages = torch.randperm(num_pages, generator=generator).tolist()
     tables = [tabulate(one, projections=PROJECTIONS, num_layers=NUM_LAYERS) for one in layouts]
     max_blocks = sum(int(table.blocks_per_projection.sum()) for table in tables) + 3
@@ -206,7 +206,7 @@ def _fill(
                     words = pack_fp12(block)
                     form = words.view(pool.dtype)
                     block = unpack_fp12(words)[: group.num_ranks].to(pool.dtype)
-                page, start = divmod((group.a_offset, group.b_offset)[side], layout.page_elements)
+                page, start = divmod((group.a_offset, group.b_offset)[side], layout.page_width)
                 pool[page_ids[page], start : start + form.numel()] = form.reshape(-1)
                 blocks.append(block)
             sides.append(torch.cat(blocks))

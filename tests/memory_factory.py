@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,16 +25,18 @@ from loramux.memory.policies import EvictionPolicy, LruPolicy
 from loramux.memory.pool import PagePool
 from loramux.memory.prefix import PrefixCache, ReuseEstimator
 from loramux.memory.reclaim import PageTier, Reclaimer
-from loramux.memory.records import Placement
-from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
+from loramux.memory.records import Placement, ResidentAdapter
+from loramux.memory.residency import AdapterResidency, LowerTiers
+from loramux.runner.rank_memory import RankMemory
 from loramux.types.adapter import AdapterCard
-from loramux.types.model import FusedLinear, PagedLayout
+from loramux.types.kv import KVLayout
+from loramux.types.model import FusedLinear
 
 SITES = (FusedLinear(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
 # One rank of an adapter is one page: 16 elements of float32.
 PAGE_ELEMENTS = 16
-PACKING = DensePacking(SITES, torch.float32, PAGE_ELEMENTS)
-RANK_BYTES = 64
+RANK_BYTES = 4 * PAGE_ELEMENTS
+PACKING = DensePacking(SITES, torch.float32, RANK_BYTES)
 
 
 def layout_of_rank(rank: int) -> DenseLayout:
@@ -77,7 +79,6 @@ class NumberedAdapters:
             path="/nowhere",
             rank=layout.max_rank,
             num_bytes=4 * elements,
-            num_elements=elements,
         )
 
     def read(self, cid: str) -> AdapterImage:
@@ -124,9 +125,35 @@ class Clock:
         return self.now
 
 
+class Table(Protocol):
+    """The executor's table of adapters, which a test watches."""
+
+    def add(self, adapter: ResidentAdapter) -> None: ...
+
+    def forget(self, cid: str) -> None: ...
+
+
+class TinyRank(RankMemory):
+    """The memory of an executor that computes no steps."""
+
+    def __init__(self, num_pages: int, table: Table | None) -> None:
+        pool = PagePool(num_pages, RANK_BYTES, torch.device("cpu"))
+        kv = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
+        super().__init__(pool, kv, adapter_dtype=torch.float32)
+        self._table = table
+
+    def add(self, adapter: ResidentAdapter) -> None:
+        if self._table is not None:
+            self._table.add(adapter)
+
+    def forget(self, cid: str) -> None:
+        if self._table is not None:
+            self._table.forget(cid)
+
+
 @dataclass
 class TinyMemory:
-    pool: PagePool
+    rank: TinyRank
     tier: PageTier
     tiers: LowerTiers
     residency: AdapterResidency
@@ -171,7 +198,7 @@ class TinyMemory:
         """Returns the number that fills the adapter's pages, which must be the same everywhere."""
         page_ids = self.residency.resident[cid].page_ids
         out = torch.empty(len(page_ids) * PAGE_ELEMENTS)
-        self.pool.read(page_ids, out)
+        self.rank.adapter_pages.read(page_ids, out)
         assert (out == out[0]).all()
         return float(out[0])
 
@@ -245,15 +272,12 @@ def tiny_memory(  # noqa: PLR0913
     max_host: int | None = None,
     policy: EvictionPolicy | None = None,
     limits: ResidencyLimits | None = None,
-    device_table: DeviceTable | None = None,
+    table: Table | None = None,
     prefix_block_tokens: int | None = None,
     has_single_use_penalty: bool = True,
 ) -> TinyMemory:
     """`prefix_block_tokens`: None for no prefix cache."""
-    geometry = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
-    pool = PagePool(
-        num_pages=num_pages, geometry=geometry, dtype=torch.float32, device=torch.device("cpu")
-    )
+    rank = TinyRank(num_pages, table)
     adapters = NumberedAdapters()
     executor = ManualExecutor()
     policy = policy or LruPolicy()
@@ -263,7 +287,7 @@ def tiny_memory(  # noqa: PLR0913
     def write_pages(page_ids: list[int], image: AdapterImage) -> None:
         if image.cid in adapters.unwritable:
             raise OSError(f"the device does not take {image.cid}")
-        pool.write(page_ids, image.buffer)
+        rank.write_adapter(page_ids, image)
 
     host = HostTier(
         budget_bytes=host_ranks * RANK_BYTES,
@@ -280,10 +304,9 @@ def tiny_memory(  # noqa: PLR0913
         prefixes = PrefixCache(tier, reuse=reuse, block_tokens=prefix_block_tokens)
     residency = AdapterResidency(
         tier,
-        memory=pool,
+        memory=rank,
         lower=lower,
         limits=limits,
         prefixes=prefixes,
-        device_table=device_table,
     )
-    return TinyMemory(pool, tier, lower, residency, executor, adapters, prefixes)
+    return TinyMemory(rank, tier, lower, residency, executor, adapters, prefixes)

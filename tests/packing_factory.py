@@ -38,7 +38,7 @@ def spec_of(part: ExtraTensor, token_ids: tuple[int, ...] = ()) -> ExtraSpec:
 
 
 def pack_dense(adapter: Any, sites: tuple[FusedLinear, ...], dtype: torch.dtype) -> AdapterImage:
-    return pack_image(adapter, DensePacking(sites, dtype, PAGE_ELEMENTS))
+    return pack_image(adapter, DensePacking(sites, dtype, PAGE_ELEMENTS * dtype.itemsize))
 
 
 def pack_rank_blocks(adapter: Any, layout: RankBlockLayout, out: torch.Tensor) -> None:

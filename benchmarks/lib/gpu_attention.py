@@ -13,7 +13,7 @@ from benchmarks.lib.report import Table
 from benchmarks.lib.timing import replay_times
 from loramux.kernels.gpu.attention import ops as attention
 from loramux.kernels.ops import AttendArgs, SequenceRows
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 READ_BYTES_PER_S = 4.06e12
@@ -38,8 +38,8 @@ DECODES = [
 """(number of sequences, (fewest, most tokens of each)), drawn at random"""
 
 
-def make_storage(num_pages: int, num_layers: int) -> tuple[torch.Tensor, PagedLayout]:
-    layout = PagedLayout(num_layers, KV_HEADS, HEAD_DIM, BLOCK)
+def make_storage(num_pages: int, num_layers: int) -> tuple[torch.Tensor, KVLayout]:
+    layout = KVLayout(num_layers, KV_HEADS, HEAD_DIM, BLOCK)
     page = num_layers * 2 * BLOCK * KV_HEADS * HEAD_DIM
     return torch.empty(num_pages, page, dtype=DTYPE, device=DEVICE).normal_(), layout
 

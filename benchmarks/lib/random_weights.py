@@ -153,7 +153,7 @@ def make_engine(arguments: argparse.Namespace) -> tuple[LoadedModel, Engine]:
     print(
         f"{arguments.model}, {dtype}: weights in {made_s:.1f} s, engine in "
         f"{time.perf_counter() - began - made_s:.1f} s, a pool of "
-        f"{engine.memory.pool.storage.nbytes / 2**30:.1f} GiB",
+        f"{engine.executor.pool_bytes / 2**30:.1f} GiB",
         flush=True,
     )
     return model, engine
@@ -225,7 +225,7 @@ class RandomAdapters:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self._engine.memory.pool.storage.dtype
+        return self._engine.executor.dtype
 
     def _add_one(self, kind: Kind) -> str:
         number = self._num_made[kind] % self._num_images
@@ -238,7 +238,6 @@ class RandomAdapters:
             path="no-folder",
             rank=layout.max_rank,
             num_bytes=image.num_bytes,
-            num_elements=layout.num_elements,
         )
         self._engine.catalog._known[cid] = known
         host = self._engine.memory.tiers.host
@@ -263,7 +262,7 @@ class RandomAdapters:
     def _buffer(self, kind: Kind, number: int) -> torch.Tensor:
         buffers = self._buffers.setdefault(kind, [])
         if len(buffers) <= number:
-            device, size = self._engine.memory.pool.device, self._layout(kind).num_elements
+            device, size = self._engine.executor.device, self._layout(kind).num_elements
             noise = torch.randn(size, dtype=self._dtype, device=device)
             buffer = host_buffer(device)(size, self._dtype).copy_(noise.mul_(_STD))
             self._fill_fp12(kind, buffer)

@@ -26,7 +26,7 @@ from benchmarks.lib.random_weights import make_adapter
 from benchmarks.lib.report import parse_arguments, write_table
 from loramux import LLM, SamplingParams
 from loramux.engine.engine import Engine
-from loramux.lora.merge import MergedWeights, MergeSource, PageDeltas
+from loramux.lora.merge import MergedWeights, MergeSource
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.types.request import Selection
 from loramux.types.step import Chunk, Rows, SampleRow, StepPlan
@@ -49,7 +49,7 @@ class DecodeSteps:
         self._selection = selection
         self._context = context
         self._runner = _cpu_runner(engine)
-        block_tokens = self._runner._pool.geometry.block_tokens
+        block_tokens = self._runner.kv.block_tokens
         pages_each = -(-(context + 1) // block_tokens)
         self._owner = ("kv", "benchmark")
         pages = engine.pages.allocate(self._owner, batch * pages_each)
@@ -101,7 +101,7 @@ def make_merge(engine: Engine, selection: Selection) -> Merge:
     runner = _cpu_runner(engine)
     source = MergeSource(
         bases=runner._lora.bases,
-        deltas=PageDeltas(engine.residency.resident, runner._pool),
+        deltas=runner.deltas,
     )
     times = []
     for _ in range(NUM_BUILDS):

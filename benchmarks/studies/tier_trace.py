@@ -147,11 +147,11 @@ def memory_budget(llm: LLM, num_pool: int) -> int:
     """Sum up the memory of base requests with the whole pool in use, of the host tier, of the CPU
     kernels' copies of running adapters, and of the files that two loader threads convert."""
     memory = llm.engine.memory
-    memory.pool.storage.zero_()
+    memory.rank.clear(list(range(memory.rank.num_pages)))
     base = [Arrival(0.0, 0, 0, 512, 64) for _ in range(64)]
     replay(llm, [], base, length_divisor=16)
     resting = psutil.Process().memory_info().rss - memory.tiers.host.used_bytes
-    stacks = num_pool * (MEAN_BYTES + memory.pool.page_bytes) * 5 // 4
+    stacks = num_pool * (MEAN_BYTES + memory.rank.page_bytes) * 5 // 4
     reading = 2 * 3 * MEAN_BYTES * max(SLORA_RANKS) // (sum(SLORA_RANKS) // len(SLORA_RANKS))
     return resting + memory.tiers.host.budget_bytes + stacks + reading
 

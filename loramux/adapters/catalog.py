@@ -222,12 +222,10 @@ class AdapterCatalog:
 
     def _card(self, found: InspectedAdapter) -> InspectedCard:
         planned = self._loader.plan(found)
-        num_elements = planned.layout.num_elements
         num_tokens = num_tokens_of(found.extras, EMBEDDING) or self.base.vocab_size
         return InspectedCard(
             path=str(found.path),
-            num_elements=num_elements,
-            num_bytes=num_elements * self.rules.packing.dtype.itemsize,
+            num_bytes=planned.layout.num_elements * self.rules.packing.dtype.itemsize,
             rank=planned.max_rank,
             warnings=found.warnings,
             invocation_tokens=found.config.invocation_tokens,

@@ -30,6 +30,8 @@ class ModelCard(HostCard):
     eos_token_ids: tuple[int, ...] = ()
     block_tokens: int = 16
     """Tokens of one KV page."""
+    kv_cache_dtype: str = ""
+    """Empty: that of the weights."""
     shapes: BaseModelInfo | None = None
     packing: PackingKind = "dense"
     """The layout of adapters on the device."""

@@ -42,9 +42,9 @@ def plan_layout(
     """
     sites = base.shapes.fused_linears
     if base.packing == "dense":
-        return plan_dense(sites, dict(ranks)).with_extras(extras, base.page_elements)
-    is_fp12 = uses_fp12((site.in_features for site in sites), base.dtype, base.page_elements)
-    low_rank = plan_rank_blocks(sites, ranks, base.page_elements, is_fp12=is_fp12)
+        return plan_dense(sites, dict(ranks)).with_extras(extras, base.page_width)
+    is_fp12 = uses_fp12((site.in_features for site in sites), base.dtype, base.page_width)
+    low_rank = plan_rank_blocks(sites, ranks, base.page_width, is_fp12=is_fp12)
     return low_rank.with_extras(extras)
 
 

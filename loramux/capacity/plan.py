@@ -13,10 +13,11 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
+from loramux.adapters.packed.paged import page_bytes_of
 from loramux.errors import InvalidRequest, suggest
+from loramux.types.kv import DTYPE_BYTES, KVLayout
 from loramux.types.model import PROJECTION_PLACES, BaseModelInfo, PackingKind
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PROJECTIONS = tuple(PROJECTION_PLACES)
 _ATTENTION = ("qkv", "o")
@@ -47,22 +48,30 @@ class PlannedBase:
     block_tokens: int = 16
     packing: PackingKind = "dense"
     """The layout of adapters: dense on a CPU, paged rank blocks for the GPU kernels."""
+    kv_dtype: str = ""
+    """The dtype of the KV cache; empty: that of the weights."""
 
     @property
     def element_bytes(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
+        """Bytes of an element of weights and adapters."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv(self) -> KVLayout:
+        return self.shapes.kv_layout(self.block_tokens, self.kv_dtype or self.dtype)
 
     @property
     def kv_token_bytes(self) -> int:
-        return self.shapes.kv_token_elements * self.element_bytes
-
-    @property
-    def page_elements(self) -> int:
-        return self.block_tokens * self.shapes.kv_token_elements
+        return self.kv.token_bytes
 
     @property
     def page_bytes(self) -> int:
-        return self.page_elements * self.element_bytes
+        return page_bytes_of(self.kv.page_bytes, self.element_bytes, self.packing)
+
+    @property
+    def page_width(self) -> int:
+        """Elements of an adapter in a page."""
+        return self.page_bytes // self.element_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -170,9 +179,9 @@ def parse_targets(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in PROJECTIONS if name in wanted)
 
 
-def parse_dtype(name: str) -> str:
+def parse_dtype(name: str, param: str = "dtype") -> str:
     full = SHORT_DTYPES.get(name, name)
-    _require(full in ELEMENT_BYTES, "dtype", f"one of {', '.join(ELEMENT_BYTES)}", name)
+    _require(full in DTYPE_BYTES, param, f"one of {', '.join(DTYPE_BYTES)}", name)
     return full
 
 
@@ -187,6 +196,7 @@ class BaseSizes(Struct, kw_only=True, frozen=True):
     num_layers: int
     weight_bytes: int
     """The size of the base weights, which are not part of the pool."""
+    kv_dtype: str
     kv_token_bytes: int
     block_tokens: int
     page_bytes: int

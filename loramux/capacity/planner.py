@@ -261,12 +261,12 @@ def _paged_elements(
     It is exact up to MAX_EXACT_RANK; the pages of a higher rank are those of several lower ones,
     because the time of the layout grows with the rank.
     """
-    is_fp12 = uses_fp12((site.in_features for site in sites), base.dtype, base.page_elements)
+    is_fp12 = uses_fp12((site.in_features for site in sites), base.dtype, base.page_width)
     whole, rest = divmod(rank, MAX_EXACT_RANK)
     return sum(
         num_parts
         * _rank_block_elements(
-            sites, base.shapes.num_layers, fleet.targets, part, base.page_elements, is_fp12
+            sites, base.shapes.num_layers, fleet.targets, part, base.page_width, is_fp12
         )
         for num_parts, part in ((whole, MAX_EXACT_RANK), (1, rest))
         if num_parts and part
@@ -279,11 +279,11 @@ def _rank_block_elements(
     num_layers: int,
     targets: tuple[str, ...],
     rank: int,
-    page_elements: int,
+    page_width: int,
     is_fp12: bool,
 ) -> int:
     ranks = {(layer, target): rank for layer in range(num_layers) for target in targets}
-    return plan_rank_blocks(sites, ranks, page_elements, is_fp12=is_fp12).num_elements
+    return plan_rank_blocks(sites, ranks, page_width, is_fp12=is_fp12).num_elements
 
 
 def _base_sizes(base: PlannedBase) -> BaseSizes:
@@ -293,6 +293,7 @@ def _base_sizes(base: PlannedBase) -> BaseSizes:
         num_layers=base.shapes.num_layers,
         weight_bytes=base.weight_bytes,
         quantisation=base.shapes.quantisation,
+        kv_dtype=base.kv.dtype,
         kv_token_bytes=base.kv_token_bytes,
         block_tokens=base.block_tokens,
         page_bytes=base.page_bytes,

@@ -61,7 +61,7 @@ def facts(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     if plan.gpu is not msgspec.UNSET:
         yield "GPU", gpu_text(plan.gpu)
     pages = f"{size_text(base.page_bytes)} each, {base.block_tokens} tokens of KV cache"
-    yield "Pages", f"{pages} ({size_text(base.kv_token_bytes)} a token)"
+    yield "Pages", f"{pages} ({size_text(base.kv_token_bytes)} a token, {base.kv_dtype})"
     on = f" on {', '.join(plan.targets)}" if plan.targets else ""
     yield "Adapters", f"{plan.adapters}{on}"
 
@@ -235,6 +235,7 @@ ZipfFlag = Annotated[
 DtypeFlag = Annotated[
     str, typer.Option(help="auto, bfloat16 (bf16), float16 (fp16) or float32 (fp32).")
 ]
+KvDtypeFlag = Annotated[str, typer.Option(help="Data type of the KV cache; auto: that of --dtype.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -258,6 +259,7 @@ class PlanArguments:
     adapter_memory_fraction: float
     zipf: float
     dtype: str
+    kv_cache_dtype: str
 
 
 def plan(  # noqa: PLR0913  (one for each flag)
@@ -277,6 +279,7 @@ def plan(  # noqa: PLR0913  (one for each flag)
     adapter_memory_fraction: FractionFlag = 1.0,
     zipf: ZipfFlag = 1.0,
     dtype: DtypeFlag = "auto",
+    kv_cache_dtype: KvDtypeFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Compute how many adapters fit on the device, in host memory and on disk.
@@ -302,6 +305,7 @@ def plan(  # noqa: PLR0913  (one for each flag)
         adapter_memory_fraction=adapter_memory_fraction,
         zipf=zipf,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
     )
     try:
         made, warnings = make_plan(arguments)
@@ -426,10 +430,12 @@ def planned_base(arguments: PlanArguments, config: ResolvedConfig) -> PlannedBas
         kind = "cuda" if config.is_gpu else "cpu"
         count = model.num_parameters
         dtype = str(resolve_dtype(AUTO, kind, num_parameters=count)).removeprefix("torch.")
+    kv_dtype = arguments.kv_cache_dtype
     return PlannedBase(
         name=model.name,
         shapes=model,
         dtype=parse_dtype(dtype),
+        kv_dtype="" if kv_dtype == AUTO else parse_dtype(kv_dtype, "kv_cache_dtype"),
         block_tokens=config.block_tokens,
         packing="paged" if config.is_gpu else "dense",
     )

@@ -184,7 +184,9 @@ def engine_facts(card: HostCard) -> Iterator[tuple[str, str]]:
         yield "Weights", f"{card.shapes.quantisation}, dequantised to {card.dtype} when loaded"
     page_bytes = card.pool_bytes // max(1, card.num_pages)
     pages = f", {card.num_pages} pages of {size_text(page_bytes)}" if card.num_pages else ""
-    use = "KV cache and adapters" if isinstance(card, ModelCard) else "adapters of images"
+    use = "adapters of images"
+    if isinstance(card, ModelCard):
+        use = f"KV cache ({card.kv_cache_dtype or card.dtype}) and adapters"
     yield "Page pool", f"{size_text(card.pool_bytes)}{pages} for {use}"
     yield "Host memory", f"{size_text(card.host_memory_bytes)} for adapters"
     if isinstance(card, ModelCard):

@@ -91,7 +91,6 @@ VLLM_FLAGS: dict[str, Fate] = {
     "--pipeline-parallel-size": ONE,
     "--data-parallel-size": ONE,
     "--lora-dtype": Only(("auto",)),
-    "--kv-cache-dtype": Only(("auto",)),
     "--load-format": Only(("auto", "safetensors")),
     "--tokenizer-mode": Only(("auto",)),
     "--chat-template-content-format": Only(("auto", "string")),

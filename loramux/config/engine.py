@@ -87,6 +87,15 @@ class EngineConfig:
         metavar="TYPE",
         limit=one_of(*DTYPES),
     )
+    kv_cache_dtype: str = setting(
+        AUTO,
+        Kind.TEXT,
+        MODEL,
+        f"Data type of keys and values in the KV cache. Valid values: {', '.join(DTYPES)}; auto is "
+        "that of the weights.",
+        metavar="TYPE",
+        limit=one_of(*DTYPES),
+    )
     original: str | None = setting(
         None,
         Kind.TEXT,

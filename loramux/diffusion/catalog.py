@@ -149,7 +149,6 @@ def _card(
         path="" if place is None else str(place.absolute()),
         rank=adapter.rank,
         num_bytes=image.num_bytes,
-        num_elements=image.buffer.numel(),
         num_modules={name: len(modules) for name, modules in adapter.components.items()},
         file_bytes=0 if report is None else report.num_bytes,
         formats=() if report is None else report.formats,

@@ -76,8 +76,9 @@ class DeviceAdapters:
         self._attached: dict[str, tuple[str, ...]] = {}
         """The components of each adapter."""
 
-    def pages_for_elements(self, num_elements: int) -> int:
-        return -(-num_elements // self._packing.dense.page_elements)
+    @property
+    def page_bytes(self) -> int:
+        return self._packing.dense.page_bytes
 
     def fence(self, page_ids: list[int]) -> None:
         """Does nothing: no buffer is written again after its first use."""
@@ -99,7 +100,7 @@ class DeviceAdapters:
             self._lora[component].add(adapter.cid, modules)
         self._attached[adapter.cid] = tuple(components)
 
-    def remove(self, cid: str) -> None:
+    def forget(self, cid: str) -> None:
         for component in self._attached.pop(cid):
             self._lora[component].remove(cid)
 
@@ -220,7 +221,6 @@ def build_memory(
         memory=table,
         lower=lower,
         limits=ResidencyLimits(max_pages=num_pages),
-        device_table=table,
     )
     return ImageMemory(
         options=options,

@@ -64,7 +64,7 @@ class ImagePacking:
             )
             for name, site in self._sites.items()
         )
-        self.dense = DensePacking(linears, dtype, page_bytes // dtype.itemsize, allocate)
+        self.dense = DensePacking(linears, dtype, page_bytes, allocate)
 
     def pack(self, adapter: ImageAdapter) -> AdapterImage:
         """Raises AdapterRefused for weights that are not finite in the packed type."""

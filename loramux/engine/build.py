@@ -14,14 +14,16 @@ import torch
 
 from loramux.adapters.loading import AdapterRules
 from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
+from loramux.adapters.packed.paged import page_bytes_of
 from loramux.adapters.rescale import FoldedScales
 from loramux.config.engine import ResolvedConfig, SchedulerConfig
+from loramux.config.fields import AUTO
 from loramux.engine.engine import Engine
-from loramux.engine.memory import Clock, EngineMemory, build_memory
+from loramux.engine.memory import Clock, build_memory
 from loramux.errors import DoesNotFit
 from loramux.kernels.compile_ahead import CompileAhead
 from loramux.kernels.select import select_kernels
-from loramux.lora.merge import MergeSource, PageDeltas
+from loramux.lora.merge import MergeSource
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import host_buffer
 from loramux.memory.host_buffers import HostBuffers
@@ -38,11 +40,11 @@ from loramux.models.packed_linear import pack_linears
 from loramux.models.pooling import read_pooling
 from loramux.runner.cpu_runner import CpuRunner, LaterKernels
 from loramux.scheduler.scheduler import Scheduler
-from loramux.types.model import BaseModelInfo, PagedLayout
+from loramux.types.kv import KVLayout
+from loramux.types.model import BaseModelInfo
 from loramux.types.pooling import ModelPooling
 
 if TYPE_CHECKING:
-    from loramux.engine.build_device import GpuPlan
     from loramux.runner.gpu_runner import GpuRunner
 
 Progress = Callable[[str, float], None]
@@ -106,50 +108,38 @@ def build_engine(
     """
     pooling = _pooling(model, config)
     base, folded = _compared_base(model, config)
-    gpu_plan = _gpu_plan(model, config, base) if config.wants_device_kernels else None
-    if gpu_plan is not None and config.is_gpu:
-        from loramux.engine.build_device import compile_kernels
-
-        compile_kernels(gpu_plan, torch.device(config.device), progress)
-    pool = _make_pool(model, config, base.kv_layout(config.block_tokens), gpu_plan, progress)
+    executor: CpuRunner | GpuRunner
+    if config.wants_device_kernels:
+        executor = _gpu_executor(model, config, base, progress)
+    else:
+        executor = _cpu_executor(model, config, base, progress, ahead)
     rules = AdapterRules(
         base=base,
-        packing=_packing(base, pool, config, is_paged=gpu_plan is not None),
+        packing=_packing(base, executor, config),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
         base_weights=DecoderWeights(
             model.decoder, base.fused_linears, lambda: model.reading.result()
         ),
-        max_bytes=pool.storage.nbytes,
+        max_bytes=executor.pool_bytes,
         folded=folded,
     )
-    directory = None if gpu_plan is None else gpu_plan.make_directory(pool)
-    gpu_runner: GpuRunner | None = None
-    if gpu_plan is not None and directory is not None:
-        from loramux.engine.build_device import prepare
-
-        gpu_runner = gpu_plan.make_runner(pool, directory)
-        prepare(gpu_plan, gpu_runner, progress)
-    memory = build_memory(config, rules, pool, clock=clock, loads=loads, device_table=directory)
+    memory = build_memory(config, rules, executor, clock=clock, loads=loads)
     # The digest is known when the weights are read.
     scheduler = Scheduler(
-        _scheduler_config(model, config, pool),
+        _scheduler_config(model, config, executor),
         pages=memory.pages,
         reclaimer=memory.reclaimer,
         adapters=memory.residency,
         prefixes=memory.prefixes,
     )
-    merge = None
-    if gpu_runner is None:
-        runner = _cpu_runner(model, config, base, memory, progress, ahead)
-        merge = _merge_controller(config, runner, PageDeltas(memory.placement.device, pool))
     return Engine(
         scheduler=scheduler,
-        executor=gpu_runner or runner,
+        executor=executor,
         memory=memory,
         vocab_size=model.config.vocab_size,
         pooling=pooling,
-        merge=merge,
+        merge=_merge_controller(config, executor) if isinstance(executor, CpuRunner) else None,
     )
 
 
@@ -165,73 +155,112 @@ def _compared_base(
     return replace(base, folded_scales="none" if folded is None else "known"), folded
 
 
-def _cpu_runner(
+def _kv_layout(model: LoadedModel, config: ResolvedConfig, base: BaseModelInfo) -> KVLayout:
+    dtype = config.kv_cache_dtype
+    if dtype == AUTO:
+        dtype = str(model.decoder.dtype).removeprefix("torch.")
+    return base.kv_layout(config.block_tokens, dtype)
+
+
+def _cpu_executor(
     model: LoadedModel,
     config: ResolvedConfig,
     base: BaseModelInfo,
-    memory: EngineMemory,
     progress: Progress | None,
     ahead: CompileAhead | None,
 ) -> CpuRunner:
+    """Build the executor of a CPU, or of the reference kernels on any device."""
     if progress is not None and not config.is_gpu:
         # Without `ahead` numba compiles for 15 to 60 s on two cores, once.
         progress("Preparing CPU kernels", 0.0)
+    dtype, kv = model.decoder.dtype, _kv_layout(model, config, base)
+    page_bytes = page_bytes_of(kv.page_bytes, dtype.itemsize, "dense")
+    pool_bytes = config.device_memory_bytes
+    if pool_bytes is None:
+        pool_bytes = default_pool_bytes()
+    num_pages = _num_pages(pool_bytes, page_bytes)
     select = partial(
         select_kernels,
         config.device,
         reference=config.wants_reference_kernels or config.is_gpu,
-        dtype=memory.pool.storage.dtype,
+        dtype=dtype,
     )
     return CpuRunner(
         decoder=model.decoder,
         linears=base.fused_linears,
-        pool=memory.pool,
-        adapters=memory.placement.device,
+        pool=PagePool(num_pages, page_bytes, torch.device(config.device)),
+        kv=kv,
         kernels=select(may_compile=config.may_compile_kernels and ahead is None),
         later=None if ahead is None else LaterKernels(ahead, partial(select, may_compile=True)),
     )
 
 
+def _gpu_executor(
+    model: LoadedModel, config: ResolvedConfig, base: BaseModelInfo, progress: Progress | None
+) -> GpuRunner:
+    from loramux.engine import build_device
+    from loramux.runner.gpu_runner import BatchLimits
+
+    # Before free memory is measured: the appended rows are part of the weights.
+    _augment(model.decoder, config=config)
+    kv = _kv_layout(model, config, base)
+    executors = build_device.GpuExecutors(
+        model=model,
+        linears=base.fused_linears,
+        kv=kv,
+        page_bytes=page_bytes_of(kv.page_bytes, model.decoder.dtype.itemsize, "paged"),
+        limits=BatchLimits(
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+            max_pages=-(-_max_model_len(model, config) // config.block_tokens),
+        ),
+        device=torch.device(config.device),
+    )
+    if config.is_gpu:
+        build_device.compile_kernels(executors, progress)
+    pool_bytes = config.device_memory_bytes
+    if pool_bytes is None and config.is_gpu:
+        pool_bytes = build_device.measured_pool_bytes(executors, config, progress=progress)
+    if pool_bytes is None:
+        pool_bytes = default_pool_bytes()
+    runner = executors.make(_num_pages(pool_bytes, executors.page_bytes))
+    build_device.prepare(runner, executors.limits, progress)
+    return runner
+
+
+def _num_pages(pool_bytes: int, page_bytes: int) -> int:
+    if pool_bytes < 2 * page_bytes:
+        raise DoesNotFit(
+            f"A pool of {pool_bytes} bytes holds fewer than two pages of {page_bytes} bytes. "
+            "Give it more memory."
+        )
+    return pool_bytes // page_bytes
+
+
 def _packing(
-    base: BaseModelInfo, pool: PagePool, config: ResolvedConfig, *, is_paged: bool
+    base: BaseModelInfo, executor: CpuRunner | GpuRunner, config: ResolvedConfig
 ) -> Packing:
-    linears, dtype = base.fused_linears, pool.storage.dtype
-    allocate = host_buffer(pool.device)
-    if not is_paged:
-        if pool.device.type == "cpu":
+    linears, dtype, page_bytes = base.fused_linears, executor.dtype, executor.page_bytes
+    allocate = host_buffer(executor.device)
+    if isinstance(executor, CpuRunner):
+        if executor.device.type == "cpu":
             budget_bytes = config.host_memory_bytes
             allocate = HostBuffers(
                 spare_bytes=int(budget_bytes * _MAX_SPARE_FRACTION), budget_bytes=budget_bytes
             ).allocate
-        return DensePacking(linears, dtype, pool.geometry.page_elements, allocate)
-    return PagedPacking(linears, dtype, pool.geometry.page_elements, allocate)
+        return DensePacking(linears, dtype, page_bytes, allocate)
+    return PagedPacking(linears, dtype, page_bytes, allocate)
 
 
-def _merge_controller(
-    config: ResolvedConfig, runner: CpuRunner, deltas: PageDeltas
-) -> MergeController | None:
+def _merge_controller(config: ResolvedConfig, runner: CpuRunner) -> MergeController | None:
     if config.merge == "off":
         return None
     byte_limit = config.merge_memory_bytes
     return MergeController(
         runner.lora,
-        MergeSource(bases=runner.lora.bases, deltas=deltas),
+        MergeSource(bases=runner.lora.bases, deltas=runner.deltas),
         byte_limit=total_memory_bytes() // 4 if byte_limit is None else byte_limit,
     )
-
-
-def _gpu_plan(model: LoadedModel, config: ResolvedConfig, base: BaseModelInfo) -> GpuPlan:
-    from loramux.engine.build_device import GpuPlan
-    from loramux.runner.gpu_runner import BatchLimits
-
-    # Before free memory is measured: the appended rows are part of the weights.
-    _augment(model.decoder, config=config)
-    limits = BatchLimits(
-        max_batch_tokens=config.max_batch_tokens,
-        max_sequences=config.max_sequences,
-        max_pages=-(-_max_model_len(model, config) // config.block_tokens),
-    )
-    return GpuPlan(model, base.fused_linears, base.kv_layout(config.block_tokens), limits)
 
 
 def _augment(decoder: Decoder, *, config: ResolvedConfig) -> None:
@@ -242,48 +271,19 @@ def _augment(decoder: Decoder, *, config: ResolvedConfig) -> None:
         augment_linears(decoder, config.lora_augmented_ranks // RANK_BLOCK)
 
 
-def _make_pool(
-    model: LoadedModel,
-    config: ResolvedConfig,
-    layout: PagedLayout,
-    gpu_plan: GpuPlan | None,
-    progress: Progress | None,
-) -> PagePool:
-    dtype = model.decoder.dtype
-    page_bytes = layout.page_elements * dtype.itemsize
-    pool_bytes = config.device_memory_bytes
-    if pool_bytes is None and config.is_gpu and gpu_plan is not None:
-        from loramux.engine.build_device import measured_pool_bytes
-
-        pool_bytes = measured_pool_bytes(gpu_plan, config, progress=progress)
-    if pool_bytes is None:
-        pool_bytes = default_pool_bytes()
-    if pool_bytes < 2 * page_bytes:
-        raise DoesNotFit(
-            f"A pool of {pool_bytes} bytes holds fewer than two pages of {page_bytes} bytes. "
-            "Give it more memory."
-        )
-    return PagePool(
-        num_pages=pool_bytes // page_bytes,
-        geometry=layout,
-        dtype=dtype,
-        device=torch.device(config.device),
-    )
-
-
 def _max_model_len(model: LoadedModel, config: ResolvedConfig) -> int:
     return min(config.max_model_len or model.config.max_position, model.config.max_position)
 
 
 def _scheduler_config(
-    model: LoadedModel, config: ResolvedConfig, pool: PagePool
+    model: LoadedModel, config: ResolvedConfig, executor: CpuRunner | GpuRunner
 ) -> SchedulerConfig:
     max_model_len = _max_model_len(model, config)
     return SchedulerConfig(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         block_tokens=config.block_tokens,
-        max_model_len=min(max_model_len, pool.num_pages * config.block_tokens),
+        max_model_len=min(max_model_len, executor.num_pages * config.block_tokens),
         schedule=config.schedule,
         max_wait_s=config.max_wait_s,
         max_loras=config.max_loras,

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from loramux.adapters.catalog import AdapterCatalog, IdentifiedAdapter, VerifiedAdapters
 from loramux.adapters.identity import FileDigest, is_digest
 from loramux.adapters.loading import AdapterRules
 from loramux.adapters.packed.compiled import use_packer
-from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.workers import Workers
 from loramux.config.engine import ResolvedConfig
+from loramux.engine.executor import ExecutorMemory
 from loramux.kernels.select import select_fp12_packer
 from loramux.memory.adapter_eviction import ResidencyLimits
 from loramux.memory.cost import CostModel
@@ -25,11 +24,10 @@ from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader, load_workers
 from loramux.memory.pages import PageAllocator
 from loramux.memory.policies import make_policy
-from loramux.memory.pool import PagePool
 from loramux.memory.prefix import PrefixCache, ReuseEstimator
 from loramux.memory.reclaim import PageTier, Reclaimer
 from loramux.memory.records import Placement
-from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
+from loramux.memory.residency import AdapterResidency, LowerTiers
 from loramux.store.files import find_record
 
 Clock = Callable[[], float]
@@ -49,18 +47,11 @@ class StallHistogram:
         self.total_s += seconds
 
 
-class BoundedDeviceTable(DeviceTable, Protocol):
-    """The runner's table of adapters, which has a fixed number of entries."""
-
-    @property
-    def max_adapters(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """The page pool of an engine and everything that lives in it."""
+    """The owners of the executor's pages: sequences, adapters and cached prefixes."""
 
-    pool: PagePool
+    rank: ExecutorMemory
     tier: PageTier
     catalog: AdapterCatalog
     tiers: LowerTiers
@@ -124,20 +115,15 @@ class EngineMemory:
 def build_memory(
     config: ResolvedConfig,
     rules: AdapterRules,
-    pool: PagePool,
+    rank: ExecutorMemory,
     *,
     clock: Clock,
     loads: Executor | None = None,
-    device_table: BoundedDeviceTable | None = None,
 ) -> EngineMemory:
-    """Builds the memory of an engine.
-
-    `loads`: runs the loads; None for loader threads. `device_table`: the runner's table of adapters
-    on the device, if it has one.
-    """
+    """Builds the memory of an engine; `loads` runs the loads, None for loader threads."""
     policy = make_policy(config.eviction)
-    pages = PageAllocator(pool.num_pages)
-    reuse = ReuseEstimator(pool.num_pages)
+    pages = PageAllocator(rank.num_pages)
+    reuse = ReuseEstimator(rank.num_pages)
     placement = Placement()
     tier = PageTier(
         pages=pages,
@@ -149,25 +135,24 @@ def build_memory(
         costs=CostModel(placement),
         clock=clock,
     )
-    workers = load_workers(shares_cores=pool.device.type == "cpu")
+    workers = load_workers(shares_cores=rank.device.type == "cpu")
     if workers.num_threads > 1:
         # Takes a second, or three at the first start; numpy packs until then.
         workers.start(lambda: use_packer(select_fp12_packer()))
     catalog = _catalog(config, rules, workers)
-    lower = _lower_tiers(config, pool, catalog, tier, loads)
+    lower = _lower_tiers(config, rank, catalog, tier, loads)
     prefixes = None
     if config.prefix_cache:
         prefixes = PrefixCache(tier, reuse=reuse, block_tokens=config.block_tokens)
     residency = AdapterResidency(
         tier,
-        memory=pool,
+        memory=rank,
         lower=lower,
-        limits=_limits(config, pool, device_table),
+        limits=_limits(config, rank),
         prefixes=prefixes,
-        device_table=device_table,
     )
     return EngineMemory(
-        pool=pool,
+        rank=rank,
         tier=tier,
         catalog=catalog,
         tiers=lower,
@@ -202,7 +187,7 @@ def _stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
 
 def _lower_tiers(
     config: ResolvedConfig,
-    pool: PagePool,
+    rank: ExecutorMemory,
     catalog: AdapterCatalog,
     tier: PageTier,
     loads: Executor | None,
@@ -224,28 +209,22 @@ def _lower_tiers(
         costs=tier.costs,
         max_adapters=config.max_cpu_loras,
     )
-
-    def write_pages(page_ids: list[int], image: AdapterImage) -> None:
-        pool.write(page_ids, image.buffer)
-
     loader = AdapterLoader(
         source=catalog,
         disk=disk,
-        write_pages=write_pages,
-        write_slice=pool.write_slice if pool.device.type == "cpu" else None,
+        write_pages=rank.write_adapter,
+        write_slice=rank.write_slice if rank.device.type == "cpu" else None,
         allocate=catalog.rules.packing.allocate,
         executor=loads,
     )
     return LowerTiers(catalog=catalog, host=host, disk=disk, loader=loader)
 
 
-def _limits(
-    config: ResolvedConfig, pool: PagePool, device_table: BoundedDeviceTable | None
-) -> ResidencyLimits:
+def _limits(config: ResolvedConfig, rank: ExecutorMemory) -> ResidencyLimits:
     max_pages = None
     if config.adapter_memory_fraction != 1:
-        max_pages = int(pool.num_pages * config.adapter_memory_fraction)
-    caps = [config.max_active_adapters, None if device_table is None else device_table.max_adapters]
+        max_pages = int(rank.num_pages * config.adapter_memory_fraction)
+    caps = [config.max_active_adapters, rank.max_adapters]
     return ResidencyLimits(
         max_pages=max_pages, max_adapters=min((c for c in caps if c is not None), default=None)
     )

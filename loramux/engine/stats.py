@@ -47,8 +47,8 @@ def tier_stats(engine: Engine) -> tuple[TierStats, ...]:
         engine.residency,
         memory.tiers,
         memory.costs,
-        page_bytes=memory.pool.page_bytes,
-        device_bytes=memory.pool.storage.nbytes,
+        page_bytes=memory.rank.page_bytes,
+        device_bytes=engine.executor.pool_bytes,
     )
 
 

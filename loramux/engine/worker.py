@@ -69,7 +69,7 @@ class Worker(StepLoop[TokenEvent, AdapterCard]):
         self._usage_saved_s = time.monotonic()
         # Adapters are read and checked on other threads, so that the step loop goes on.
         self._header_readers = _threads("headers", _NUM_HEADER_READERS)
-        self._identifiers = _threads("identify", _NUM_IDENTIFIERS[engine.memory.pool.device.type])
+        self._identifiers = _threads("identify", _NUM_IDENTIFIERS[engine.memory.rank.device.type])
         # Removed by the server, but still used by a sequence.
         self._removed: set[str] = set()
         self._num_steps = 0
@@ -248,6 +248,7 @@ def _model_card(
         tokenizer_folder=str(model.tokenizer_folder),
         eos_token_ids=tuple(model.eos_token_ids),
         block_tokens=engine.scheduler.config.block_tokens,
+        kv_cache_dtype=engine.executor.kv.dtype,
         shapes=engine.catalog.base,
         packing="paged" if config.wants_device_kernels else "dense",
         pooling=engine.pooling,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels.sampling_ops import SamplingOps
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 if TYPE_CHECKING:
     from loramux.kernels.gpu.extras.tables import ExtrasTables, ReplacedOutputs
@@ -102,7 +102,7 @@ class AttentionPlan(Protocol):
 
 class AttentionOps(Protocol):
     def plan(
-        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
+        self, sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device
     ) -> AttentionPlan:
         """Builds the index tensors of a step."""
 
@@ -113,7 +113,7 @@ class DeviceAttentionPlan(AttentionPlan, Protocol):
         """[rows] int32: page * block_tokens + token; a row with a negative slot is not stored."""
 
     @property
-    def layout(self) -> PagedLayout: ...
+    def layout(self) -> KVLayout: ...
 
     def partition(self, num_tokens: Tensor) -> None:
         """Partitions a decode plan's KV into work items, on the device.
@@ -127,21 +127,24 @@ class DeviceAttentionPlan(AttentionPlan, Protocol):
 
 
 class DeviceAttentionOps(Protocol):
+    def attention_dtype(self, queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
+        """The dtype in which queries are multiplied with keys, and weights with values."""
+
     def plan(
-        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
+        self, sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device
     ) -> DeviceAttentionPlan:
         """Builds the index tensors of a step."""
 
     def plan_decodes(
         self,
         page_table: Tensor,
-        layout: PagedLayout,
+        layout: KVLayout,
         q: Tensor,
         windows: Iterable[int | None] = (None,),
     ) -> DeviceAttentionPlan:
         """A plan of fixed shape for a CUDA graph: one row per sequence; `partition` fills it.
 
-        page_table [sequences, pages] int32   q: any tensor of the queries' shape and dtype
+        page_table [sequences, pages] int32   q: of the queries' shape, in `attention_dtype`
         """
 
     def plan_steps(
@@ -149,7 +152,7 @@ class DeviceAttentionOps(Protocol):
         page_table: Tensor,
         slots: Tensor,
         q: Tensor,
-        layout: PagedLayout,
+        layout: KVLayout,
         items: Mapping[int | None, Sequence[Tensor]],
     ) -> DeviceAttentionPlan:
         """A plan of fixed shape for a CUDA graph of any step; `partition_steps` makes the items.
@@ -158,15 +161,12 @@ class DeviceAttentionOps(Protocol):
         """
 
     def max_items(
-        self, num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout
+        self, num_rows: int, num_sequences: int, q: Tensor, layout: KVLayout
     ) -> list[int]:
-        """Most work items of each tile shape that `partition_steps` makes for such a step.
-
-        A step with very many prefills may have more.
-        """
+        """Most work items of each tile shape; a step with very many prefills may have more."""
 
     def partition_steps(
-        self, rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout
+        self, rows: StepRows, window: int | None, q: Tensor, layout: KVLayout
     ) -> list[Tensor]:
         """[items, 8] int32 on the CPU: work items of sequences with many rows, and with few."""
 
@@ -200,7 +200,7 @@ class KVTarget:
     storage: Tensor
     slots: Tensor
     """[rows] int32: page * block_tokens + token; a row with a negative slot is not stored."""
-    layout: PagedLayout
+    layout: KVLayout
     layer: int
 
 
@@ -491,7 +491,7 @@ class JitAttentionPlan(AttentionPlan, Protocol):
 
 class JitAttentionOps(Protocol):
     def plan(
-        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
+        self, sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device
     ) -> JitAttentionPlan:
         """Builds the index tensors of a step."""
 
@@ -516,7 +516,7 @@ class JitElementwiseOps(ElementwiseOps, Protocol):
         qkv: Array,
         head_norm: NormArrays | None,
         arrays: RotateWriteArrays,
-        layout: PagedLayout,
+        layout: KVLayout,
         layer: int,
     ) -> None:
         """`rotate_write` in place."""

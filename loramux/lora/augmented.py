@@ -46,7 +46,6 @@ class AugmentedCache:
         self.blocks: Ints = np.zeros((directory.max_adapters, weights.num_blocks), dtype=np.int32)
         """[slots, rank block of the adapter] -> block of the augmented weights."""
         self.num_copies = 0
-        directory.on_remove.append(self.forget)
 
     @property
     def num_blocks(self) -> int:

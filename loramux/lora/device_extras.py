@@ -123,7 +123,7 @@ class DeviceExtras:
         Its pages may still be written, but not moved.
         """
         layout = adapter.layout.extras
-        first = layout.start // layout.page_elements
+        first = layout.start // layout.page_width
         page_ids = adapter.page_ids[first : first + layout.num_pages]
         tokens = [place.token_ids for place in layout.places.values()]
         heap = np.array([*page_ids, *(t for ids in tokens for t in ids)], dtype=np.int32)
@@ -181,19 +181,19 @@ class DeviceExtras:
     ) -> tuple[Ints, Ints]:
         """The rows of `vectors` and `matrices` of an adapter."""
         layout = adapter.layout.extras
-        page_elements = layout.page_elements
+        page_width = layout.page_width
         vectors = np.full(self.vectors.shape[1:], NO_VECTOR, dtype=np.int32)
         matrices = np.zeros(self.matrices.shape[1:], dtype=np.int32)
         tokens_at = heap_start + num_pages
         for (layer, module, kind), place in layout.places.items():
-            page, rest = divmod(place.offset, page_elements)
+            page, rest = divmod(place.offset, page_width)
             assert rest % ALIGN_ELEMENTS == 0, "places are aligned"
             if kind in (ExtraKind.GAIN, ExtraKind.BIAS) and module != parts.HEAD:
-                address = adapter.page_ids[page] * page_elements + rest
+                address = adapter.page_ids[page] * page_width + rest
                 side = int(kind is ExtraKind.BIAS)
                 vectors[self._vector(layer, module), side] = address // ALIGN_ELEMENTS
                 continue
-            pages = heap_start + page - layout.start // page_elements
+            pages = heap_start + page - layout.start // page_width
             size = (place.num_rows, place.width, place.rows_per_page)
             where = (rest // ALIGN_ELEMENTS, pages, tokens_at if place.token_ids else 0, 0, 0)
             matrices[self._matrix(layer, module, kind)] = *size, *where

@@ -25,7 +25,7 @@ from loramux.adapters.packed.extras import (
 )
 from loramux.kernels.linear import LinearMethod, dense_of, linear
 from loramux.lora.batch import RowRun
-from loramux.memory.pool import PagePool
+from loramux.memory.pool import PageView
 from loramux.memory.records import ResidentAdapter
 from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
@@ -75,11 +75,11 @@ class PagedRows:
 class AdapterViews:
     """Views of the parts of one resident adapter."""
 
-    def __init__(self, adapter: ResidentAdapter, pool: PagePool) -> None:
+    def __init__(self, adapter: ResidentAdapter, pages: PageView) -> None:
         self.adapter = adapter
         layout = adapter.layout.extras
         self.parts = {
-            key: _view_rows(place, layout, adapter.page_ids, pool.storage)
+            key: _view_rows(place, layout, adapter.page_ids, pages.storage)
             for key, place in layout.places.items()
         }
 
@@ -90,7 +90,7 @@ class AdapterViews:
 def _view_rows(
     place: RowsPlace, layout: ExtrasLayout, page_ids: Sequence[int], storage: Tensor
 ) -> PagedRows:
-    size = layout.page_elements
+    size = layout.page_width
     pieces = []
     for _, count, offset in place.pieces(size):
         number, start = divmod(offset, size)
@@ -120,7 +120,7 @@ class ExtrasSource:
 
     def __init__(
         self,
-        pool: PagePool,
+        pages: PageView,
         adapters: Mapping[str, ResidentAdapter],
         linears: Sequence[FusedLinear],
         *,
@@ -129,7 +129,7 @@ class ExtrasSource:
         self.num_layers = num_layers
         self.columns = {linear.name: _columns_of(linear) for linear in linears}
         """The first column and the number of columns of each projection of a fused linear."""
-        self._pool = pool
+        self._pages = pages
         self._adapters = adapters
         self._views: dict[str, AdapterViews] = {}
 
@@ -143,7 +143,7 @@ class ExtrasSource:
                 continue
             views = self._views.get(cid)
             if views is None or views.adapter is not adapter:
-                views = AdapterViews(adapter, self._pool)
+                views = AdapterViews(adapter, self._pages)
             found[cid] = views
         self._views = found
         return found

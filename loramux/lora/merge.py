@@ -15,7 +15,7 @@ from torch import Tensor
 from loramux.adapters.packed.dense import SitePlace
 from loramux.kernels.linear import LinearMethod, dense_of
 from loramux.lora.stacks import SiteKey
-from loramux.memory.pool import PagePool
+from loramux.memory.pool import PageView
 from loramux.memory.records import ResidentAdapter
 from loramux.types.request import Selection
 
@@ -43,7 +43,7 @@ class PageDeltas:
     """Deltas of adapters whose pages hold a dense image."""
 
     adapters: Mapping[str, ResidentAdapter]
-    pool: PagePool
+    pages: PageView
 
     def is_resident(self, cid: str) -> bool:
         return cid in self.adapters
@@ -71,10 +71,10 @@ class PageDeltas:
         """Reads the site's weights in float32, from the pages that hold them only."""
         last = place.slices[-1]
         start, stop = place.a_offset, last.offset + last.rank * last.out_features
-        width, storage = self.pool.geometry.page_elements, self.pool.storage
+        width, storage = self.pages.width, self.pages.storage
         first, end = start // width, -(-stop // width)
         out = torch.empty((end - first) * width, dtype=storage.dtype, device=storage.device)
-        self.pool.read(adapter.page_ids[first:end], out)
+        self.pages.read(adapter.page_ids[first:end], out)
         return out[start - first * width : stop - first * width].float()
 
 

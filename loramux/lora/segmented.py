@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,8 +77,6 @@ class DeviceDirectory:
         self._found: dict[Selection, tuple[tuple[int, float], ...]] = {}
         # Most adapters of a server share a layout.
         self._tables: dict[LayoutKey, RankBlockTable] = {}
-        self.on_remove: list[Callable[[int], None]] = []
-        """Called with the slot of a removed adapter."""
 
     def slots_of(self, selection: Selection) -> tuple[tuple[int, float], ...]:
         """(slot, weight) of each adapter of the selection."""
@@ -125,15 +123,15 @@ class DeviceDirectory:
             self.blocks.remove(slot)
             raise
 
-    def remove(self, cid: str) -> None:
+    def remove(self, cid: str) -> int | None:
+        """Removes an adapter; returns the slot that it had, None if it had none."""
         slot = self._slot_of.pop(cid, None)
         if slot is not None:
             self.blocks.remove(slot)
             if self.extras is not None:
                 self.extras.remove(cid)
             self._found.clear()
-            for listener in self.on_remove:
-                listener(slot)
+        return slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from loramux.adapters.packed.dense import DenseLayout
 from loramux.kernels.ops import LoraSlice, LoraWeights
 from loramux.memory.device import zeros
-from loramux.memory.pool import PagePool
+from loramux.memory.pool import PageView
 from loramux.memory.records import ResidentAdapter
 
 # A stack reserves address space only: a slot takes memory when an adapter is first copied into it.
@@ -51,9 +51,9 @@ class Stack:
 class LoraStacks:
     """Keeps the stacks of the latest batch and updates them for the next."""
 
-    def __init__(self, pool: PagePool, *, in_place: bool) -> None:
+    def __init__(self, pages: PageView, *, in_place: bool) -> None:
         """in_place: the kernels read addresses."""
-        self._pool = pool
+        self._pages = pages
         self._in_place = in_place
         self._stacks: dict[LayoutKey, Stack] = {}
         self._cids: list[str] = []
@@ -107,18 +107,18 @@ class LoraStacks:
     def _provide(self, stack: Stack, slot: int, member: ResidentAdapter) -> None:
         """Sets the slot's address to the adapter, copying it if it cannot be read in place."""
         if self._in_place and member.is_contiguous:
-            stack.addresses[slot] = self._pool.address(member.page_ids[0])
+            stack.addresses[slot] = self._pages.address(member.page_ids[0])
             return
         row = stack.storage[slot]
         stack.addresses[slot] = row.data_ptr()
         if slot >= len(stack.copied) or stack.copied[slot] != member.cid:
-            self._pool.read(member.page_ids[: stack.num_pages], row)
+            self._pages.read(member.page_ids[: stack.num_pages], row)
             _set(stack.copied, slot, member.cid)
 
     def _make(self, first: ResidentAdapter, *, count: int) -> Stack:
-        num_pages = self._pool.pages_for_elements(first.stacked.low_rank_elements)
-        width = num_pages * self._pool.geometry.page_elements
-        like = self._pool.storage
+        num_pages = self._pages.pages_for(first.stacked.low_rank_elements)
+        width = num_pages * self._pages.width
+        like = self._pages.storage
         capacity = _with_room(count)
         if like.device.type == "cpu":
             num_reserved = _RESERVED_BYTES // (width * like.element_size())

@@ -1,4 +1,4 @@
-"""The memory of the page pool: one allocation for KV blocks and adapter weights."""
+"""The memory of the page pool: one allocation for KV blocks and adapter weights, in bytes."""
 
 from __future__ import annotations
 
@@ -7,37 +7,35 @@ import torch
 
 from loramux.adapters.packed.file import SLICE_BYTES
 from loramux.memory.device import Fence, StreamCopier, zeros
-from loramux.types.model import PagedLayout
 
 
 class PagePool:
-    """Holds `storage` [pages, elements]; a KV page is [layer][K, V][token][kv head][head dim].
+    """Pages of `page_bytes` bytes; `view` reads them as elements of a dtype."""
 
-    The tokens of a page are contiguous, so that gathered pages are one [tokens, heads, dim] array.
-    """
-
-    def __init__(
-        self, *, num_pages: int, geometry: PagedLayout, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.geometry = geometry
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
         self.num_pages = num_pages
+        self.page_bytes = page_bytes
         # Zeros, not empty: unwritten KV is read and masked, and 0 * NaN is NaN.
-        self.storage = zeros((num_pages, geometry.page_elements), dtype=dtype, device=device)
-        self._bytes = self.storage.view(torch.uint8).numpy() if self.storage.is_cpu else None
+        self._storage = zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        # Zeroing words is faster than zeroing bytes.
+        word = torch.int32 if page_bytes % torch.int32.itemsize == 0 else torch.uint8
+        self._words = self._storage.view(word)
+        self._bytes = self._storage.numpy() if self._storage.is_cpu else None
         self._copier = StreamCopier(device) if device.type == "cuda" else None
         # First page of a load -> fence, until the load is written.
         self._fences: dict[int, Fence] = {}
 
     @property
     def device(self) -> torch.device:
-        return self.storage.device
+        return self._storage.device
 
     @property
-    def page_bytes(self) -> int:
-        return self.geometry.page_elements * self.storage.element_size()
+    def num_bytes(self) -> int:
+        return self._storage.nbytes
 
-    def pages_for_elements(self, num_elements: int) -> int:
-        return -(-num_elements // self.geometry.page_elements)
+    def view(self, dtype: torch.dtype) -> PageView:
+        """Returns the pages as elements of a dtype; the bytes of a page must be a multiple."""
+        return PageView(self._storage.view(dtype))
 
     def fence(self, page_ids: list[int]) -> None:
         """Makes the next write of these pages wait for the steps launched so far (GPU only)."""
@@ -49,11 +47,12 @@ class PagePool:
 
         Any thread may call it. On a GPU the copy runs on a stream of its own.
         """
+        source = buffer.view(torch.uint8)
         if self._copier is not None:
-            pairs = copy_pairs(self.storage, page_ids, buffer)
+            pairs = copy_pairs(self._storage, page_ids, source)
             self._copier.copy(pairs, after=self._fences.pop(page_ids[0], None))
             return
-        data = buffer.view(torch.uint8).numpy().data
+        data = source.numpy().data
         for start in range(0, len(data), SLICE_BYTES):
             self.write_slice(page_ids, start, data[start : start + SLICE_BYTES])
 
@@ -65,7 +64,7 @@ class PagePool:
         """
         assert self._bytes is not None
         source = np.frombuffer(data, dtype=np.uint8)
-        width, memory = self._bytes.shape[1], self._bytes.reshape(-1)
+        width, memory = self.page_bytes, self._bytes.reshape(-1)
         while len(source):
             number, offset = divmod(start, width)
             # One copy per run of contiguous pages: between copies the thread needs the GIL.
@@ -83,18 +82,31 @@ class PagePool:
 
     def clear(self, page_ids: list[int]) -> None:
         """Zeroes pages, so that no data of an earlier owner can reach a new one."""
-        if self.storage.is_cpu:
+        if self._words.is_cpu:
             # index_fill_ takes four times as long on a CPU.
             for page_id in page_ids:
-                self.storage[page_id].zero_()
+                self._words[page_id].zero_()
         else:
-            self.storage.index_fill_(0, torch.tensor(page_ids, device=self.storage.device), 0)
+            self._words.index_fill_(0, torch.tensor(page_ids, device=self._words.device), 0)
+
+
+class PageView:
+    """Pages of a pool as elements of one dtype."""
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        self.storage = storage
+        """[pages, elements]"""
+        self.width: int = storage.shape[1]
+        """Elements of a page."""
+
+    def pages_for(self, num_elements: int) -> int:
+        return -(-num_elements // self.width)
 
     def address(self, page_id: int) -> int:
-        return self.storage.data_ptr() + page_id * self.page_bytes
+        return self.storage.data_ptr() + page_id * self.width * self.storage.element_size()
 
     def read(self, page_ids: list[int], out: torch.Tensor) -> None:
-        """Copies pages, in order, into `out` [len(page_ids) * page elements]."""
+        """Copies pages, in order, into `out` [len(page_ids) * elements of a page]."""
         index = torch.tensor(page_ids, device=self.storage.device)
         torch.index_select(self.storage, 0, index, out=out.view(len(page_ids), -1))
 

@@ -45,24 +45,26 @@ class Catalog(Protocol):
         ...
 
 
-class PageMemory(Protocol):
-    """The part of the page pool that residency calls."""
+class AdapterMemory(Protocol):
+    """The memory of an executor for adapters; called on the step loop's thread."""
 
-    def pages_for_elements(self, num_elements: int) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
 
     def fence(self, page_ids: list[int]) -> None:
         """Makes the next write of these pages wait for the steps launched so far."""
         ...
 
-
-class DeviceTable(Protocol):
-    """The runner's table of adapters on the device, updated on the step loop's thread."""
-
     def add(self, adapter: ResidentAdapter) -> None:
-        """Raises DoesNotFit if the table is full; then the load has failed."""
+        """Lets steps use an adapter whose pages are written.
+
+        Raises DoesNotFit if the executor's table of adapters is full; then the load has failed.
+        """
         ...
 
-    def remove(self, cid: str) -> None: ...
+    def forget(self, cid: str) -> None:
+        """Undoes `add`; the pages may have another owner afterwards."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +89,11 @@ class AdapterResidency:
         self,
         tier: PageTier,
         *,
-        memory: PageMemory,
+        memory: AdapterMemory,
         lower: LowerTiers,
         limits: ResidencyLimits | None = None,
         prefixes: AdapterPrefixes | None = None,
-        device_table: DeviceTable | None = None,
     ) -> None:
-        """`device_table`: None if the runner needs no table of resident adapters."""
         self._pages = tier.pages
         self._memory = memory
         self._reclaimer = tier.reclaimer
@@ -104,7 +104,6 @@ class AdapterResidency:
         self._clock = tier.clock
         self.limits = limits or ResidencyLimits()
         self._prefixes = prefixes
-        self._device_table = device_table
         self._eviction = AdapterEviction(tier, limits=self.limits, prefixes=prefixes)
         self._records: dict[str, AdapterRecord] = {}
         self._resident = tier.placement.device
@@ -313,8 +312,7 @@ class AdapterResidency:
         resident = self._resident.pop(record.cid)
         assert resident.num_leases == 0, f"{record.cid} is in use"
         self._eviction.clear(record)
-        if self._device_table is not None:
-            self._device_table.remove(record.cid)
+        self._memory.forget(record.cid)
         self._free_pages(record)
         record.move(self._placement.resting_state(record.cid))
         self._costs.device.evictions += 1
@@ -346,7 +344,7 @@ class AdapterResidency:
         record = self._records.get(cid)
         if record is None:
             known = self._tiers.catalog.get(cid)
-            record = AdapterRecord(known, self._memory.pages_for_elements(known.num_elements))
+            record = AdapterRecord(known, -(-known.num_bytes // self._memory.page_bytes))
             self._records[cid] = record
         return record
 
@@ -437,8 +435,7 @@ class AdapterResidency:
         assert result.image is not None
         resident = ResidentAdapter(record.cid, result.image.layout, record.page_ids)
         try:
-            if self._device_table is not None:
-                self._device_table.add(resident)
+            self._memory.add(resident)
         except DoesNotFit as error:
             self._fail(record, replace(result, error=error), was_copying=True)
             return

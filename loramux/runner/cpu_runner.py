@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -17,6 +17,7 @@ from loramux.kernels.ops import Kernels
 from loramux.lora.attach import LoraContext, attach
 from loramux.lora.batch import LoraBatch, RowRun, gather_batch
 from loramux.lora.extras import ExtrasSource, StepExtras
+from loramux.lora.merge import PageDeltas
 from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
@@ -35,8 +36,10 @@ from loramux.runner.in_flight import FinishedStep
 from loramux.runner.jit_decoder import JitDecoder
 from loramux.runner.logprobs import score
 from loramux.runner.pooling import HiddenRows, pool
+from loramux.runner.rank_memory import RankMemory
 from loramux.runner.row_uses import accept
 from loramux.runner.sampler import sample
+from loramux.types.kv import KVLayout
 from loramux.types.model import FusedLinear
 from loramux.types.step import BeforeChoice, InFlightStep, StepPlan, StepResult
 
@@ -60,7 +63,7 @@ class LaterKernels:
     select: Callable[[], Kernels]
 
 
-class CpuRunner:
+class CpuRunner(RankMemory):
     """The executor of a CPU; a step is finished when `launch` returns."""
 
     def __init__(
@@ -69,17 +72,18 @@ class CpuRunner:
         decoder: Decoder,
         linears: tuple[FusedLinear, ...],
         pool: PagePool,
-        adapters: Mapping[str, ResidentAdapter],
+        kv: KVLayout,
         kernels: Kernels,
         later: LaterKernels | None = None,
     ) -> None:
+        super().__init__(pool, kv, adapter_dtype=decoder.dtype)
         self._later = later
         self._unpacked: Iterator[PackedLinear] | None = None
         self._decoder = decoder
-        self._pool = pool
-        self._adapters = adapters
-        self._layout = pool.geometry
-        self._extras = ExtrasSource(pool, adapters, linears, num_layers=decoder.config.num_layers)
+        self._adapters: dict[str, ResidentAdapter] = {}
+        self._extras = ExtrasSource(
+            self.adapter_pages, self._adapters, linears, num_layers=decoder.config.num_layers
+        )
         names = [linear.name for linear in linears]
         self._lora = attach(decoder.layers, names, kernels.lora)
         self._use(kernels)
@@ -91,12 +95,12 @@ class CpuRunner:
         on. What they derive from adapters is made again.
         """
         self._kernels = kernels
-        self._stacks = LoraStacks(self._pool, in_place=kernels.lora.READS_ADDRESSES)
+        self._stacks = LoraStacks(self.adapter_pages, in_place=kernels.lora.READS_ADDRESSES)
         self._lora.kernels = kernels.lora
         self._compiled = (
             None
             if kernels.jit is None
-            else JitDecoder(self._decoder, kernels.jit, self._layout, self._pool.storage)
+            else JitDecoder(self._decoder, kernels.jit, self.kv, self.kv_pages)
         )
 
     @property
@@ -106,19 +110,26 @@ class CpuRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._pool.storage.dtype
+        return self._decoder.dtype
 
     @property
     def lora(self) -> LoraContext:
         return self._lora
 
     @property
-    def pool_bytes(self) -> int:
-        return self._pool.storage.nbytes
+    def deltas(self) -> PageDeltas:
+        """What the resident adapters add to the weights."""
+        return PageDeltas(self._adapters, self.adapter_pages)
 
     @property
-    def pool_address(self) -> int:
-        return self._pool.storage.data_ptr()
+    def max_adapters(self) -> int | None:
+        return None
+
+    def add(self, adapter: ResidentAdapter) -> None:
+        self._adapters[adapter.cid] = adapter
+
+    def forget(self, cid: str) -> None:
+        del self._adapters[cid]
 
     def can_run_ahead(self, plan: StepPlan) -> bool:
         """Return False: no step is ever in flight."""
@@ -184,7 +195,7 @@ class CpuRunner:
         lora = None if is_merged else gather_batch(selections, self._adapters, self._stacks)
         if lora is not None:
             chunks.sort(key=lambda chunk: lora.order(chunk.selection))
-        batch = build_batch(chunks, self._pool.storage.device)
+        batch = build_batch(chunks, self.device)
         extras = None
         if lora is not None:
             runs = [
@@ -193,21 +204,21 @@ class CpuRunner:
             ]
             lora.set_rows(runs, self._kernels.lora)
             extras = StepExtras.of(self._extras, runs)
-        fresh = half_filled_pages(chunks, self._pool.geometry.block_tokens)
+        fresh = half_filled_pages(chunks, self.kv.block_tokens)
         if fresh:
-            self._pool.clear(fresh)
+            self.clear(fresh)
         return _Step(batch, lora, extras)
 
     def _forward(self, step: _Step, rows: Sequence[int] | None) -> Tensor:
         """Compute the hidden states of these rows (None: all)."""
         batch, lora, extras = step.batch, step.lora, step.extras
-        inputs, device = (batch.token_ids, batch.positions), self._pool.device
+        inputs, device = (batch.token_ids, batch.positions), self.device
         self._lora.batch, self._lora.extras = lora, extras
         try:
             if self._compiled is None:
                 assert rows is None, "only the compiled decoder selects rows"
-                plan = self._kernels.attention.plan(batch.sequences, self._layout, device)
-                attention = PagedAttention(plan, self._pool.storage)
+                plan = self._kernels.attention.plan(batch.sequences, self.kv, device)
+                attention = PagedAttention(plan, self.kv_pages)
                 wrap = None if extras is None else partial(self._with_extras, extras)
                 return cast(Tensor, self._decoder(*inputs, attention, wrap))
             if lora is not None and rows is not None:

@@ -94,7 +94,7 @@ class DecodeGraphs(CapturedGraphs[DecodeInputs]):
         """Make the attention plan of a graph; its shape depends on the batch size alone."""
         layout = self._decoder.layout
         q = self._logits.new_empty(
-            size, self._decoder.num_heads, layout.head_dim, dtype=self._decoder.dtype
+            size, self._decoder.num_heads, layout.head_dim, dtype=self._decoder.attention_dtype
         )
         return self._kernels.attention.plan_decodes(
             self._page_table[:size], layout, q, self._decoder.windows

@@ -28,14 +28,14 @@ from loramux.runner.gpu_ops import (
     LoraStep,
     SegmentedLinearOps,
 )
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 
 class GpuDecoder:
     """Computes hidden states and logits of a decoder with dense linears."""
 
     def __init__(
-        self, decoder: Decoder, kernels: DeviceKernels, layout: PagedLayout, storage: Tensor
+        self, decoder: Decoder, kernels: DeviceKernels, layout: KVLayout, storage: Tensor
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
@@ -49,14 +49,19 @@ class GpuDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._storage.dtype
+        return self._decoder.dtype
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        """The dtype in which queries are multiplied with keys."""
+        return self._kernels.attention.attention_dtype(self.dtype, self._storage.dtype)
 
     @property
     def num_heads(self) -> int:
         return self._decoder.config.num_heads
 
     @property
-    def layout(self) -> PagedLayout:
+    def layout(self) -> KVLayout:
         return self._layout
 
     @property
@@ -131,7 +136,7 @@ class GpuDecoder:
     def empty_logits(self, num_tokens: int) -> Tensor:
         """Allocate the output of `write_logits`, in the dtype that it needs."""
         config = self._decoder.config
-        dtype = self._storage.dtype if config.final_logit_softcap is None else torch.float32
+        dtype = self.dtype if config.final_logit_softcap is None else torch.float32
         return self._storage.new_empty(num_tokens, config.head_size, dtype=dtype)
 
     def write_logits(self, hidden: Tensor, out: Tensor, extras: ExtrasStep | None = None) -> None:

@@ -27,7 +27,8 @@ from loramux.models.decoder import Decoder
 from loramux.models.forward import Layer
 from loramux.models.layers import Rotary
 from loramux.runner.gemm.dispatch import GemmDispatcher
-from loramux.types.model import LINEARS, PagedLayout
+from loramux.types.kv import KVLayout
+from loramux.types.model import LINEARS
 
 QKV, OUT, GATE_UP, DOWN = range(len(LINEARS))
 # add_norm follows these linears, and reduces the partial sums of a split-K GEMM.
@@ -206,7 +207,7 @@ class GpuContext:
 
     decoder: Decoder
     elementwise: ElementwiseOps
-    layout: PagedLayout
+    layout: KVLayout
     storage: Tensor
 
 

@@ -31,6 +31,7 @@ from loramux.memory.device import (
     wait_for,
 )
 from loramux.memory.pool import PagePool
+from loramux.memory.records import ResidentAdapter
 from loramux.models.decoder import Decoder
 from loramux.runner.batch import (
     LogitsOf,
@@ -52,9 +53,11 @@ from loramux.runner.logprobs import score
 from loramux.runner.masks import full_masks, send_masks
 from loramux.runner.pooling import HiddenRows, pool
 from loramux.runner.prefill_graphs import PrefillGraphs
+from loramux.runner.rank_memory import RankMemory
 from loramux.runner.row_uses import RowUses, accept
 from loramux.runner.split_plan import halves, join, with_known, without_drafts
 from loramux.runner.step_graphs import Key
+from loramux.types.kv import KVLayout
 from loramux.types.request import Selection
 from loramux.types.step import BeforeChoice, Chunk, InFlightStep, SampleRow, StepPlan, StepResult
 
@@ -71,7 +74,7 @@ class BatchLimits:
     """Pages of the longest sequence."""
 
 
-class GpuRunner:
+class GpuRunner(RankMemory):
     """The executor of one GPU, with CUDA graphs; launches steps ahead of their results."""
 
     def __init__(
@@ -79,27 +82,28 @@ class GpuRunner:
         *,
         decoder: Decoder,
         pool: PagePool,
+        kv: KVLayout,
         directory: DeviceDirectory,
         kernels: DeviceKernels,
         limits: BatchLimits,
     ) -> None:
-        self._pool = pool
+        super().__init__(pool, kv, adapter_dtype=decoder.dtype)
         self.directory = directory
         self._kernels = kernels
-        geometry = pool.geometry
-        self._decoder = GpuDecoder(decoder, kernels, geometry, pool.storage)
+        adapter_pages = self.adapter_pages.storage
+        self._decoder = GpuDecoder(decoder, kernels, kv, self.kv_pages)
         lora = LoraDevice(
             kernels=kernels.lora,
             directory=directory,
-            num_layers=geometry.num_layers,
-            pool=pool.storage,
+            num_layers=kv.num_layers,
+            pool=adapter_pages,
             num_sms=kernels.num_sms,
         )
         self._extras = None
         if directory.extras is not None:
             sites, num_sms = directory.sites, kernels.num_sms
             self._extras = ExtrasWork(
-                kernels.extras, directory.extras, sites, pool.storage, num_sms
+                kernels.extras, directory.extras, sites, adapter_pages, num_sms
             )
         self._prefill_lora = prefill_work(lora, limits.max_batch_tokens)
         decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.supports_pdl)
@@ -135,23 +139,23 @@ class GpuRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._pool.storage.dtype
+        return self._decoder.dtype
 
     @property
     def is_gpu(self) -> bool:
-        return self._pool.device.type == "cuda"
+        return self.device.type == "cuda"
 
     @property
-    def num_pages(self) -> int:
-        return self._pool.num_pages
+    def max_adapters(self) -> int | None:
+        return self.directory.max_adapters
 
-    @property
-    def pool_bytes(self) -> int:
-        return self._pool.storage.nbytes
+    def add(self, adapter: ResidentAdapter) -> None:
+        self.directory.add(adapter)
 
-    @property
-    def pool_address(self) -> int:
-        return self._pool.storage.data_ptr()
+    def forget(self, cid: str) -> None:
+        slot = self.directory.remove(cid)
+        if slot is not None and self._augmented is not None:
+            self._augmented.cache.forget(slot)
 
     def capture(self, progress: Progress | None = None) -> None:
         """Capture all graphs; without it `prepare_next` captures them one by one."""
@@ -206,7 +210,7 @@ class GpuRunner:
                 raise
             # Steps go on with the graphs that there are.
             self._can_capture = False
-            release_cached(self._pool.device)
+            release_cached(self.device)
             _log.warning("no memory for more CUDA graphs: %s", error)
         return self._can_capture
 
@@ -295,7 +299,7 @@ class GpuRunner:
             hidden, [c.selection for c in chunks], [len(c.token_ids) for c in chunks]
         )
         # The caller may release the pages at once.
-        wait_for(self._pool.device)
+        wait_for(self.device)
         return {
             chunk.sequence_id: logits[batch.rows(i).start : batch.rows(i).stop]
             for i, chunk in enumerate(batch.chunks)
@@ -325,7 +329,7 @@ class GpuRunner:
             # Graphs allocate no memory, but the full sampler does.
             if not is_out_of_memory(error):
                 raise
-            release_cached(self._pool.device)
+            release_cached(self.device)
         # The token buffer already holds this step's tokens.
         return self._launch_in_parts(self._with_known(plan), before_choice)
 
@@ -342,7 +346,7 @@ class GpuRunner:
         """
         if before_choice is not None:
             before_choice()
-        masked = send_masks(rows, samples.masked, self._pool.device) if samples.masked else None
+        masked = send_masks(rows, samples.masked, self.device) if samples.masked else None
         if masked is not None:
             tokens = logits.choose_masked(self._kernels.sampling, masked)
             self._token_buffer.replace(masked.rows, tokens)
@@ -382,7 +386,7 @@ class GpuRunner:
                 if not is_out_of_memory(error):
                     raise
                 message = str(error)
-            release_cached(self._pool.device)
+            release_cached(self.device)
             if plan.num_tokens == 1:
                 raise DoesNotFit(self._no_memory(message))
             self._max_tokens = max(1, min(self._max_tokens, plan.num_tokens) // 2)
@@ -400,7 +404,7 @@ class GpuRunner:
         )
 
     def _no_memory(self, message: str) -> str:
-        free, total = device_memory_bytes(self._pool.device)
+        free, total = device_memory_bytes(self.device)
         return (
             f"The device has no memory for a step of one token: {free} of {total} bytes are free, "
             f"{self.pool_bytes} are the pool's. Serve with a smaller pool. ({message})"
@@ -438,7 +442,7 @@ class GpuRunner:
 
     def _forward(self, plan: StepPlan, *, has_lora: bool) -> tuple[StepBatch, Tensor]:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
-        device = self._pool.device
+        device = self.device
         batch = build_batch(chunks, device)
         self._token_buffer.fill_in(chunks, batch.row_starts, batch.token_ids)
         sequences = [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from loramux.models.forward import DecoderOps, Layer, hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary
 from loramux.models.packed_linear import PackedLinear
 from loramux.runner.extras_ops import OpsWithExtras
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 JitDecoderOps = DecoderOps[Rows, LinearMethod, NormArrays]
 
@@ -73,12 +74,14 @@ class JitDecoder:
     """Runs a decoder whose linears have been packed and wrapped before it is made."""
 
     def __init__(
-        self, decoder: Decoder, kernels: JitKernels, layout: PagedLayout, storage: Tensor
+        self, decoder: Decoder, kernels: JitKernels, layout: KVLayout, storage: Tensor
     ) -> None:
         self.decoder = decoder
         self.kernels = kernels
         self.layout = layout
         self.storage = storage
+        self.converts_kv = storage.dtype != torch.float32
+        """Whether the KV cache has another dtype than the compiled loops."""
         self._layers = decoder.describe(linear=_same, norm=self._norm_arrays)
         first = self._layers[0]
         self.widths = _Widths(
@@ -136,7 +139,10 @@ class JitOps:
         self._buffers = self._context.widths.buffers(len(token_ids))
         layout, qkv = self._context.layout, self._buffers.qkv.tensor
         heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
-        self._queries = heads[:, : heads.shape[1] - 2 * layout.num_kv_heads]
+        num_queries, num_keys = heads.shape[1] - 2 * layout.num_kv_heads, layout.num_kv_heads
+        self._queries = heads[:, :num_queries]
+        self._keys = heads[:, num_queries : num_queries + num_keys]
+        self._values = heads[:, num_queries + num_keys :]
         return Rows(embedded, embedded.numpy())
 
     def norm(self, residual: Rows, norm: NormArrays | None) -> Rows:
@@ -160,6 +166,8 @@ class JitOps:
         rotation = self._rotations[layer.rope]
         layout, index = self._context.layout, layer.attention.layer
         self._elementwise.rotate_write_into(qkv.array, layer.head_norm, rotation, layout, index)
+        if self._context.converts_kv:
+            self._plan.write_kv(self._context.storage, index, self._keys, self._values)
         return qkv
 
     def attend(self, layer: Layer[LinearMethod, NormArrays], q: Rows) -> Rows:
@@ -236,7 +244,12 @@ class JitOps:
 
     def _rotation(self, rotary: Rotary, positions: Tensor) -> RotateWriteArrays:
         cos, sin = self._elementwise.rotation(positions, rotary.frequencies, rotary.signs)
-        slots, storage = self._plan.slots.numpy(), self._context.storage.numpy()
+        slots = self._plan.slots.numpy()
+        if self._context.converts_kv:
+            # The compiled loop rotates alone: it writes no row without a slot.
+            slots, storage = np.full_like(slots, -1), np.empty((0, 0), dtype=np.float32)
+        else:
+            storage = self._context.storage.numpy()
         return RotateWriteArrays(cos.numpy(), sin.numpy(), slots, storage)
 
 

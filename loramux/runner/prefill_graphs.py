@@ -60,9 +60,8 @@ class PrefillGraphs(CapturedGraphs[PrefillInputs]):
         self._token_buffer = token_buffer
         self._max_sequences = max_sequences
         self._windows = sorted(decoder.windows, key=str)
-        self._q = torch.empty(
-            1, decoder.num_heads, decoder.layout.head_dim, dtype=decoder.dtype, device=device
-        )
+        heads, dtype = (decoder.num_heads, decoder.layout.head_dim), decoder.attention_dtype
+        self._q = torch.empty(1, *heads, dtype=dtype, device=device)
         self._num_items = {
             count: kernels.attention.max_items(count, max_sequences, self._q, decoder.layout)
             for count in counts

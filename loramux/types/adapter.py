@@ -21,7 +21,6 @@ class AdapterCard:
     path: str
     rank: int
     num_bytes: int
-    num_elements: int = 0
     warnings: tuple[str, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
     """An aLoRA acts from the last occurrence of these tokens in the prompt on."""
@@ -43,7 +42,6 @@ class InspectedCard:
     path: str
     rank: int
     num_bytes: int
-    num_elements: int = 0
     warnings: tuple[str, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
     only_alone: str = ""
@@ -58,7 +56,6 @@ class InspectedCard:
             path=self.path,
             rank=self.rank,
             num_bytes=self.num_bytes,
-            num_elements=self.num_elements,
             warnings=(*self.warnings, *warnings),
             invocation_tokens=self.invocation_tokens,
             only_alone=self.only_alone,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from loramux.types.kv import KVLayout
+
 PackingKind = Literal["dense", "paged"]
 """The layout of adapter weights: dense matrices on a CPU, rank blocks in pages on a GPU."""
 TEXT_PREFIX = "model."
@@ -103,25 +105,6 @@ class NormNames:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedLayout:
-    """Shape of a KV page: [layers, key and value, block_tokens, kv_heads, head_dim]."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_tokens: int
-
-    @property
-    def token_elements(self) -> int:
-        """Elements of one token's keys (or values) in one layer."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def page_elements(self) -> int:
-        return self.num_layers * 2 * self.block_tokens * self.token_elements
-
-
-@dataclass(frozen=True, slots=True)
 class TargetModule:
     """One projection of one decoder layer, as adapters address it."""
 
@@ -176,14 +159,9 @@ class BaseModelInfo:
     def fused_linears(self) -> tuple[FusedLinear, ...]:
         return fuse_projections(self.projections)
 
-    @property
-    def kv_token_elements(self) -> int:
-        """Elements of one token's keys and values over all layers."""
-        return self.kv_layout(block_tokens=1).page_elements
-
-    def kv_layout(self, block_tokens: int) -> PagedLayout:
+    def kv_layout(self, block_tokens: int, dtype: str) -> KVLayout:
         """The layout of KV pages that hold block_tokens tokens each."""
-        return PagedLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens)
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens, dtype)
 
 
 def fuse_projections(projections: Iterable[Projection]) -> tuple[FusedLinear, ...]:

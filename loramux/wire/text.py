@@ -432,6 +432,8 @@ class EngineReport(Struct, kw_only=True):
     fallback_reason: str | None
     """Why the CPU is used although the machine has an NVIDIA GPU."""
     dtype: str
+    kv_cache_dtype: str | UnsetType = UNSET
+    """Absent for an image model."""
     max_batch_tokens: int
     max_sequences: int
     running: int

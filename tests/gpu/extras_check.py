@@ -92,7 +92,7 @@ def check_kernels() -> Section:
             dtype,
             DEVICE,
             specs=wide_specs(),
-            page_elements=1 << 15,
+            page_width=1 << 15,
             sites=WIDE_SITES,
             num_layers=1,
             vocab_size=VOCAB,

@@ -38,7 +38,7 @@ from loramux.kernels.reference import attention as attention_reference
 from loramux.kernels.reference import elementwise as elementwise_reference
 from loramux.kernels.reference import sampling as sampling_reference
 from loramux.kernels.reference import split_kv as split_kv_reference
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -108,7 +108,7 @@ def check_attention(dtype: torch.dtype, shape: tuple[int, int, int]) -> Errors:
     if shape in SHAPES[:2]:
         variants["attend, window"] = AttendArgs(layer=0, scale=0.09, sliding_window=100)
         variants["attend, softcap"] = AttendArgs(layer=1, scale=0.2, softcap=5.0)
-    layout = PagedLayout(2, kv_heads, dim, 16)
+    layout = KVLayout(2, kv_heads, dim, 16)
     for mix in MIXES.values():
         sequences, storage = make_sequences(mix, layout, dtype)
         num_rows = sum(rows for _, rows in mix)
@@ -136,7 +136,7 @@ def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Error
     errors: Errors = {}
     kv_heads, group, dim = shape
     num_rotated = (group + 1) * kv_heads
-    layout = PagedLayout(2, kv_heads, dim, 16)
+    layout = KVLayout(2, kv_heads, dim, 16)
     lengths = [[1, 700, 0, 33, 4000, 16, 17], [2, 65, 1200, 0, 18, 64, 700]]
     batch, width = len(lengths[0]), 4000 // 16 + 1
     pages = torch.randperm(batch * width, device=DEVICE).int().view(batch, width)
@@ -177,7 +177,7 @@ def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Error
 
 
 def make_sequences(
-    mix: list[tuple[int, int]], layout: PagedLayout, dtype: torch.dtype
+    mix: list[tuple[int, int]], layout: KVLayout, dtype: torch.dtype
 ) -> tuple[list[SequenceRows], Tensor]:
     needed = [-(-(start + rows) // layout.block_tokens) for start, rows in mix]
     order = torch.randperm(sum(needed) + 3).tolist()
@@ -212,7 +212,7 @@ def check_elementwise(dtype: torch.dtype) -> Errors:
             expected = elementwise_reference.activate_mul(gate_up, activation)
             add(errors, activation, elementwise.activate_mul(gate_up, activation), expected)
     for kv_heads, group, dim in SHAPES:
-        check_rotate_write(errors, PagedLayout(3, kv_heads, dim, 16), group, dtype)
+        check_rotate_write(errors, KVLayout(3, kv_heads, dim, 16), group, dtype)
     return errors
 
 
@@ -273,7 +273,7 @@ def check_token_rows(dtype: torch.dtype) -> Errors:
     return errors
 
 
-def check_rotate_write(errors: Errors, layout: PagedLayout, group: int, dtype: torch.dtype) -> None:
+def check_rotate_write(errors: Errors, layout: KVLayout, group: int, dtype: torch.dtype) -> None:
     rows, dim = 6, layout.head_dim
     num_rotated = (group + 1) * layout.num_kv_heads
     slots = torch.tensor([5, 17, -1, 90, 64, 0], dtype=torch.int32, device=DEVICE)

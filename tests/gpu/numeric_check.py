@@ -219,7 +219,7 @@ class Steps:
         pages = self._world.engine.pages
         found = pages.allocate(("kv", 0), pages.num_free)
         assert found is not None
-        self._world.engine.memory.pool.storage[found] = torch.nan
+        self._world.engine.executor.kv_pages[found] = torch.nan
         return sorted(found)
 
     def run(self) -> None:
@@ -233,7 +233,7 @@ class Steps:
         self._decode("decode afterwards", world.hot[1:], scale.decodes[-1])
 
     def _chunk(self, number: int, start: int, length: int, selection: Selection) -> Chunk:
-        block = self._world.engine.memory.pool.geometry.block_tokens
+        block = self._world.engine.executor.kv.block_tokens
         per_sequence = -(-(max(*PROMPTS, *CONTEXTS) + 1) // block)
         pages = self._pages[number * per_sequence : (number + 1) * per_sequence]
         assert len(pages) == per_sequence, "the pool is too small"

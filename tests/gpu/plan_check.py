@@ -76,8 +76,7 @@ def check_kind(
     engine: Engine, config: ResolvedConfig, kind: Kind, folder: Path
 ) -> list[tuple[str, int, int]]:
     """(quantity, plan, engine) of one kind of adapter."""
-    pool = engine.memory.pool
-    plan = plan_of(planned_base(engine, config), kind, pool.storage.nbytes)
+    plan = plan_of(planned_base(engine, config), kind, engine.executor.pool_bytes)
     [size] = plan.sizes
     path = make_adapter(
         folder / f"r{kind.rank}-{kind.sites}",
@@ -169,7 +168,7 @@ def main() -> int:
         shape, arguments.device, dtype=arguments.dtype, device_memory_bytes=memory
     )
     num_wrong = check(engine, config)
-    pool_bytes = engine.memory.pool.storage.nbytes
+    pool_bytes = engine.executor.pool_bytes
     base = planned_base(engine, config)
     print(f"page: plan {base.page_bytes:,} bytes, engine {pool_bytes // engine.pages.num_pages:,}")
     if config.is_gpu and memory is None:

@@ -85,11 +85,11 @@ class RowsPlace:
     token_ids: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
 
-    def pieces(self, page_elements: int) -> Iterator[tuple[int, int, int]]:
+    def pieces(self, page_width: int) -> Iterator[tuple[int, int, int]]:
         """Yields (first row, number of rows, offset) of the rows in each page."""
         for number, start in enumerate(range(0, self.num_rows, self.rows_per_page)):
             count = min(self.rows_per_page, self.num_rows - start)
-            yield start, count, self.offset + number * page_elements
+            yield start, count, self.offset + number * page_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class ExtrasLayout:
     """The places of all parts beside low rank; adapters with equal keys have equal layouts."""
 
     places: Mapping[ExtraKey, RowsPlace] = field(default_factory=dict)
-    page_elements: int = 0
+    page_width: int = 0
+    """Elements of a page in the dtype of the image."""
     start: int = 0
     """First element, at a page boundary; the low-rank weights end before it."""
     num_pages: int = 0
@@ -109,7 +110,7 @@ class ExtrasLayout:
 
     @property
     def end(self) -> int:
-        return self.start + self.num_pages * self.page_elements
+        return self.start + self.num_pages * self.page_width
 
     @property
     def key(self) -> tuple[tuple[Any, ...], ...]:
@@ -140,25 +141,23 @@ def num_tokens_of(specs: Iterable[ExtraSpec], module: str) -> int | None:
     return None
 
 
-def plan_extras(
-    specs: Sequence[ExtraSpec], *, num_elements: int, page_elements: int
-) -> ExtrasLayout:
+def plan_extras(specs: Sequence[ExtraSpec], *, num_elements: int, page_width: int) -> ExtrasLayout:
     """Places the parts after `num_elements` elements of low-rank weights.
 
     Raises DoesNotFit for a row that is larger than a page.
     """
     if not specs:
         return NO_EXTRAS
-    first_page = -(-num_elements // page_elements)
-    pages = _OpenPages(page_elements, first_page)
+    first_page = -(-num_elements // page_width)
+    pages = _OpenPages(page_width, first_page)
     places: dict[ExtraKey, RowsPlace] = {}
     # The largest first, so that small ones fill the ends of pages.
     for spec in sorted(specs, key=lambda s: (-s.num_rows * s.width, s.key)):
-        rows_per_page = page_elements // spec.width
+        rows_per_page = page_width // spec.width
         if rows_per_page == 0:
             raise DoesNotFit(
                 f"A row of {spec.module} of an adapter has {spec.width} elements, and a page has "
-                f"{page_elements}. Serve with a larger block size."
+                f"{page_width}. Serve with a larger block size."
             )
         offset = pages.place(spec.num_rows, spec.width)
         places[spec.key] = RowsPlace(
@@ -169,17 +168,17 @@ def plan_extras(
             spec.token_ids,
             spec.shape,
         )
-    start = first_page * page_elements
+    start = first_page * page_width
     taken = [
         (offset, offset + count * place.width)
         for place in places.values()
-        for _, count, offset in place.pieces(page_elements)
+        for _, count, offset in place.pieces(page_width)
     ]
-    end = pages.next_page * page_elements
+    end = pages.next_page * page_width
     bounds = [(start, start), *sorted(taken), (end, end)]
     return ExtrasLayout(
         places={spec.key: places[spec.key] for spec in specs},
-        page_elements=page_elements,
+        page_width=page_width,
         start=start,
         num_pages=pages.next_page - first_page,
         num_weights=sum(spec.num_rows * spec.width for spec in specs),
@@ -191,33 +190,33 @@ def plan_extras(
 class _OpenPages:
     """Places matrices: over whole new pages, or into the first page with room."""
 
-    def __init__(self, page_elements: int, first_page: int) -> None:
-        self._page_elements = page_elements
+    def __init__(self, page_width: int, first_page: int) -> None:
+        self._page_width = page_width
         self.next_page = first_page
         # Page number and first free element.
         self._open: list[list[int]] = []
 
     def place(self, num_rows: int, width: int) -> int:
-        rows_per_page = self._page_elements // width
+        rows_per_page = self._page_width // width
         if num_rows > rows_per_page:
-            offset = self.next_page * self._page_elements
+            offset = self.next_page * self._page_width
             self.next_page += -(-num_rows // rows_per_page)
             rest = (num_rows - 1) % rows_per_page + 1
             self._add_open(self.next_page - 1, rest * width)
             return offset
         needed = num_rows * width
         for entry in self._open:
-            if entry[1] + needed <= self._page_elements:
-                offset = entry[0] * self._page_elements + entry[1]
+            if entry[1] + needed <= self._page_width:
+                offset = entry[0] * self._page_width + entry[1]
                 entry[1] = _align(entry[1] + needed)
                 return offset
-        offset = self.next_page * self._page_elements
+        offset = self.next_page * self._page_width
         self.next_page += 1
         self._add_open(self.next_page - 1, needed)
         return offset
 
     def _add_open(self, page: int, used: int) -> None:
-        if _align(used) < self._page_elements:
+        if _align(used) < self._page_width:
             self._open.append([page, _align(used)])
 
 

@@ -60,7 +60,8 @@ def write_image(path: Path, image: AdapterImage) -> None:
     }
     extras = image.layout.extras
     if extras.specs:
-        fields |= {"extras": extras.key, "page_elements": extras.page_elements}
+        page_bytes = extras.page_width * image.buffer.element_size()
+        fields |= {"extras": extras.key, "page_bytes": page_bytes}
     header = json.dumps(fields).encode()
     head = _MAGIC + len(header).to_bytes(8, "little") + header
     # The buffer starts at a page boundary, so that it can be mapped.
@@ -90,7 +91,7 @@ def read_image(
                 cast(Sequence[Any], found["layout"]), cast(Sequence[Any], found.get("extras", ()))
             )
             dtype = getattr(torch, str(found["dtype"]).removeprefix("torch."))
-            if found.get("page_elements", 0) != layout.extras.page_elements:
+            if found.get("page_bytes", 0) != layout.extras.page_width * dtype.itemsize:
                 raise _broken(path, "it was made for pages of another size")
             if found["cid"] != cid or found["num_elements"] != layout.num_elements:
                 raise _broken(path, "it holds another adapter")

@@ -44,7 +44,7 @@ class Packing(Protocol):
         ...
 
     @property
-    def page_elements(self) -> int: ...
+    def page_bytes(self) -> int: ...
 
     def plan(
         self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
@@ -71,7 +71,7 @@ class DensePacking:
 
     sites: tuple[FusedLinear, ...]
     dtype: torch.dtype
-    page_elements: int
+    page_bytes: int
     allocate: Allocate = mapped_buffer
 
     @property
@@ -80,7 +80,8 @@ class DensePacking:
         return _digest("stacked", self.sites, self.dtype)
 
     def plan(self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()) -> DenseLayout:
-        return plan_dense(self.sites, dict(ranks)).with_extras(extras, self.page_elements)
+        page_width = self.page_bytes // self.dtype.itemsize
+        return plan_dense(self.sites, dict(ranks)).with_extras(extras, page_width)
 
     def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
         assert isinstance(layout, DenseLayout)
@@ -106,24 +107,29 @@ class PagedPacking:
 
     sites: tuple[FusedLinear, ...]
     dtype: torch.dtype
-    page_elements: int
+    page_bytes: int
     allocate: Allocate
     """Allocates pinned memory if buffers are copied to a GPU."""
 
     @property
+    def page_width(self) -> int:
+        """Elements of a page."""
+        return self.page_bytes // self.dtype.itemsize
+
+    @property
     def is_fp12(self) -> bool:
         widths = (site.in_features for site in self.sites)
-        return uses_fp12(widths, self.dtype, self.page_elements)
+        return uses_fp12(widths, self.dtype, self.page_width)
 
     @property
     def fingerprint(self) -> str:
         form = "grouped, A in 12 bits" if self.is_fp12 else "grouped"
-        return _digest(form, self.sites, self.dtype, self.page_elements)
+        return _digest(form, self.sites, self.dtype, self.page_width)
 
     def plan(
         self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
     ) -> RankBlockLayout:
-        low_rank = plan_rank_blocks(self.sites, ranks, self.page_elements, is_fp12=self.is_fp12)
+        low_rank = plan_rank_blocks(self.sites, ranks, self.page_width, is_fp12=self.is_fp12)
         return low_rank.with_extras(extras)
 
     def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:

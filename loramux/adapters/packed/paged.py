@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from loramux.types.model import FusedLinear
+    from loramux.types.model import FusedLinear, PackingKind
 
 RANK_BLOCK = 16
 # Most adapters on the device at once, and their average number of rank blocks in a layer.
@@ -38,6 +38,8 @@ BLOCKS_PER_ADAPTER = 16
 OCTET = 8
 BLOCK_COLUMNS = 128
 WORDS_PER_COLUMN = 3
+# Pages are read as elements of up to this size.
+_WORD_BYTES = 4
 
 ModuleKey = tuple[int, str]
 """(layer, projection)"""
@@ -56,7 +58,8 @@ class RankBlock:
 @dataclass(frozen=True, slots=True)
 class RankBlockLayout:
     blocks: Mapping[ModuleKey, tuple[RankBlock, ...]]
-    page_elements: int
+    page_width: int
+    """Elements of a page in the dtype of the image."""
     num_pages: int
     num_weights: int
     """Elements that hold weights; the rest of num_elements is padding."""
@@ -70,7 +73,7 @@ class RankBlockLayout:
 
     @property
     def num_elements(self) -> int:
-        return self.num_pages * self.page_elements
+        return self.num_pages * self.page_width
 
     @property
     def max_rank(self) -> int:
@@ -79,9 +82,7 @@ class RankBlockLayout:
 
     def with_extras(self, specs: Sequence[ExtraSpec]) -> RankBlockLayout:
         """Returns the layout of an adapter that also has these parts."""
-        extras = plan_extras(
-            specs, num_elements=self.num_elements, page_elements=self.page_elements
-        )
+        extras = plan_extras(specs, num_elements=self.num_elements, page_width=self.page_width)
         return replace(
             self,
             num_pages=self.num_pages + extras.num_pages,
@@ -101,14 +102,14 @@ class RankBlockTable:
     """[layers, blocks]; 0: the adapter does not change this layer there."""
     blocks_per_projection: NDArray[np.int32]
     """[projections]: the maximum over the layers."""
-    page_elements: int
+    page_width: int
 
     def addresses(self, page_ids: Sequence[int]) -> NDArray[np.int32]:
         """[layers, blocks, 4]: A and B in units of ALIGN_ELEMENTS of the pool, ranks, 0."""
         pages = np.asarray(page_ids, dtype=np.int64)
-        page, rest = np.divmod(self.offsets, self.page_elements)
+        page, rest = np.divmod(self.offsets, self.page_width)
         entries = np.zeros((*self.num_ranks.shape, 4), dtype=np.int32)
-        entries[..., :2] = (pages[page] * self.page_elements + rest) // ALIGN_ELEMENTS
+        entries[..., :2] = (pages[page] * self.page_width + rest) // ALIGN_ELEMENTS
         entries[..., 2] = self.num_ranks
         entries[self.num_ranks == 0] = 0
         return entries
@@ -117,8 +118,8 @@ class RankBlockTable:
 class _Pages:
     """First-fit allocator: a matrix goes into the first page that has room for it."""
 
-    def __init__(self, page_elements: int) -> None:
-        self.page_elements = page_elements
+    def __init__(self, page_width: int) -> None:
+        self.page_width = page_width
         self.num_pages = 0
         # Page number and first free element of pages with room for a matrix.
         self._open: list[list[int]] = []
@@ -128,7 +129,7 @@ class _Pages:
     def place(self, num_elements: int) -> int:
         needed = _align(num_elements)
         for entry in self._open:
-            if entry[1] + needed <= self.page_elements:
+            if entry[1] + needed <= self.page_width:
                 break
         else:
             entry = [self.num_pages, 0]
@@ -136,20 +137,29 @@ class _Pages:
             self.num_pages += 1
         page, start = entry
         entry[1] += needed
-        if entry[1] + ALIGN_ELEMENTS > self.page_elements:
+        if entry[1] + ALIGN_ELEMENTS > self.page_width:
             self._open.remove(entry)
-        offset = page * self.page_elements + start
+        offset = page * self.page_width + start
         self._placed.append((offset, offset + num_elements))
         return offset
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Returns the (start, stop) of the elements between and after the matrices."""
-        end = self.num_pages * self.page_elements
+        end = self.num_pages * self.page_width
         bounds = [(0, 0), *sorted(self._placed), (end, end)]
         return ((stop, start) for (_, stop), (start, _) in pairwise(bounds) if stop < start)
 
 
-def uses_fp12(in_features: Iterable[int], dtype: torch.dtype | str, page_elements: int) -> bool:
+def page_bytes_of(kv_bytes: int, element_bytes: int, packing: PackingKind) -> int:
+    """Returns the bytes of a page for KV cache of kv_bytes, and for adapters of such elements.
+
+    A page is a whole number of the units in which kernels address adapters.
+    """
+    unit = _WORD_BYTES if packing == "dense" else ALIGN_ELEMENTS * element_bytes
+    return -(-kv_bytes // unit) * unit
+
+
+def uses_fp12(in_features: Iterable[int], dtype: torch.dtype | str, page_width: int) -> bool:
     """Returns whether the A of adapters on such a base is stored as fp12.
 
     `dtype` may be a name such as "bfloat16", so that plans need no torch.
@@ -158,7 +168,7 @@ def uses_fp12(in_features: Iterable[int], dtype: torch.dtype | str, page_element
     return (
         str(dtype).removeprefix("torch.") == "bfloat16"
         and all(width % BLOCK_COLUMNS == 0 for width in widths)
-        and fp12_elements(RANK_BLOCK, max(widths, default=0)) <= page_elements
+        and fp12_elements(RANK_BLOCK, max(widths, default=0)) <= page_width
     )
 
 
@@ -170,26 +180,26 @@ def fp12_elements(num_rows: int, width: int) -> int:
 def plan_rank_blocks(
     sites: Sequence[FusedLinear],
     ranks: Mapping[ModuleKey, int],
-    page_elements: int,
+    page_width: int,
     *,
     is_fp12: bool = False,
 ) -> RankBlockLayout:
     """Plans the pages, in the order of layers; ranks: of each module that the adapter changes."""
-    if page_elements % ALIGN_ELEMENTS:
-        raise ValueError(f"{page_elements} elements of a page, not a multiple of {ALIGN_ELEMENTS}")
+    if page_width % ALIGN_ELEMENTS:
+        raise ValueError(f"{page_width} elements of a page, not a multiple of {ALIGN_ELEMENTS}")
     shapes = _shapes(sites)
-    pages = _Pages(page_elements)
+    pages = _Pages(page_width)
     placed: dict[ModuleKey, tuple[RankBlock, ...]] = {}
     num_weights = 0
     for layer in sorted({layer for layer, _ in ranks}):
         wanted = {name: ranks[layer, name] for name in shapes if ranks.get((layer, name), 0)}
-        blocks = _blocks(wanted, shapes, page_elements, is_fp12=is_fp12)
+        blocks = _blocks(wanted, shapes, page_width, is_fp12=is_fp12)
         layer_blocks = _place_layer(blocks, pages)
         placed.update({(layer, name): found for name, found in layer_blocks.items()})
         num_weights += sum(a_size + b_size for _, _, a_size, b_size in chain(*blocks.values()))
     return RankBlockLayout(
         blocks=placed,
-        page_elements=page_elements,
+        page_width=page_width,
         num_pages=pages.num_pages,
         num_weights=num_weights,
         is_fp12=is_fp12,
@@ -217,7 +227,7 @@ def tabulate(
         offsets=offsets,
         num_ranks=num_ranks,
         blocks_per_projection=np.array(per_projection, dtype=np.int32),
-        page_elements=layout.page_elements,
+        page_width=layout.page_width,
     )
 
 
@@ -228,7 +238,7 @@ Piece = tuple[int, int, int, int]
 def _blocks(
     ranks: Mapping[str, int],
     shapes: Mapping[str, tuple[int, int]],
-    page_elements: int,
+    page_width: int,
     *,
     is_fp12: bool,
 ) -> dict[str, list[Piece]]:
@@ -243,7 +253,7 @@ def _blocks(
                 fp12_elements(num_ranks, width_in) if is_fp12 else num_ranks * width_in,
                 num_ranks * width_out,
             )
-            for start, num_ranks in _cut(rank, shapes[name], page_elements)
+            for start, num_ranks in _cut(rank, shapes[name], page_width)
         ]
     return blocks
 
@@ -269,13 +279,13 @@ def _place_layer(
     }
 
 
-def _cut(rank: int, shape: tuple[int, int], page_elements: int) -> list[tuple[int, int]]:
+def _cut(rank: int, shape: tuple[int, int], page_width: int) -> list[tuple[int, int]]:
     """(first rank, number of ranks) of each rank block; A and B are split alike."""
-    per_block = min(RANK_BLOCK, page_elements // max(shape))
+    per_block = min(RANK_BLOCK, page_width // max(shape))
     if per_block == 0:
         raise DoesNotFit(
             f"One rank of an adapter has rows of {max(shape)} elements, and a page has "
-            f"{page_elements}. Serve with a larger block size."
+            f"{page_width}. Serve with a larger block size."
         )
     return [(start, min(per_block, rank - start)) for start in range(0, rank, per_block)]
 

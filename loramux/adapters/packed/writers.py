@@ -176,7 +176,7 @@ def write_extra(layout: ExtrasLayout, buffer: torch.Tensor, part: ExtraTensor) -
         _, module, kind = part.key
         raise _too_large(f"The {kind} of {module}", largest, buffer.dtype)
     values, source = bits_of(part.values.contiguous()), part.values.dtype
-    for first, count, offset in place.pieces(layout.page_elements):
+    for first, count, offset in place.pieces(layout.page_width):
         served = converted_bits(values[first : first + count], source, buffer.dtype)
         out[offset : offset + count * place.width] = served.reshape(-1)
         if not np.isfinite(row_maxima(served.reshape(1, -1), buffer.dtype)[0]):

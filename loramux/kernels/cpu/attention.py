@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from loramux.kernels.ops import AttendArgs, SequenceRows
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 # Sequences are padded to the longest of their group, so a group's lengths stay within this factor.
 _LENGTH_SPREAD = 1.5
@@ -38,15 +38,16 @@ class Plan:
     groups: tuple[Group, ...]
     write_rows: Tensor
     """[rows] layer 0's keys, as rows of [pages * layers * 2 * block, heads * dim]."""
-    layout: PagedLayout
+    layout: KVLayout
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores the step's keys and values in their pages."""
         layout = self.layout
         tokens = storage.view(-1, layout.num_kv_heads * layout.head_dim)
         first = layer * 2 * layout.block_tokens
-        tokens[first:].index_copy_(0, self.write_rows, k.flatten(1))
-        tokens[first + layout.block_tokens :].index_copy_(0, self.write_rows, v.flatten(1))
+        k, v = (x.flatten(1).to(storage.dtype) for x in (k, v))
+        tokens[first:].index_copy_(0, self.write_rows, k)
+        tokens[first + layout.block_tokens :].index_copy_(0, self.write_rows, v)
 
     def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
         """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
@@ -63,7 +64,7 @@ class Plan:
             out[group.rows] = _attend_group(storage, self, group, q[group.rows], args)
 
 
-def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
+def plan(sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device) -> Plan:
     block = layout.block_tokens
     page_stride = layout.num_layers * 2 * block
     write_rows = [
@@ -86,8 +87,10 @@ def _attend_group(storage: Tensor, plan: Plan, group: Group, q: Tensor, args: At
     blocks = storage.view(-1, layout.block_tokens * kv_heads * dim)
     shape = (num_sequences, group.num_tokens, kv_heads, dim)
     # Heads that share keys become rows of one query, so that keys are never repeated.
-    k = blocks[2 * args.layer :].index_select(0, group.page_rows).view(shape).transpose(1, 2)
-    v = blocks[2 * args.layer + 1 :].index_select(0, group.page_rows).view(shape).transpose(1, 2)
+    dtype = torch.promote_types(q.dtype, storage.dtype)
+    k, v = (blocks[2 * args.layer + i :].index_select(0, group.page_rows).to(dtype) for i in (0, 1))
+    k, v = (x.view(shape).transpose(1, 2) for x in (k, v))
+    result_dtype, q = q.dtype, q.to(dtype)
     q = q.view(num_sequences, rows, kv_heads, repeat, dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_sequences, kv_heads, repeat * rows, dim)
     mask = _mask(group, args.sliding_window, repeat, q)
@@ -98,7 +101,7 @@ def _attend_group(storage: Tensor, plan: Plan, group: Group, q: Tensor, args: At
         scores = scores.tanh_().mul_(args.softcap).add_(mask)
         out = torch.matmul(scores.softmax(-1), v)
     out = out.view(num_sequences, kv_heads, repeat, rows, dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(num_sequences * rows, -1)
+    return out.reshape(num_sequences * rows, -1).to(result_dtype)
 
 
 def _mask(group: Group, window: int | None, repeat: int, like: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def _split(sequences: Sequence[SequenceRows]) -> list[list[SequenceRows]]:
     return groups
 
 
-def _group(members: list[SequenceRows], layout: PagedLayout, device: torch.device) -> Group:
+def _group(members: list[SequenceRows], layout: KVLayout, device: torch.device) -> Group:
     num_pages = max(-(-member.num_tokens // layout.block_tokens) for member in members)
     stride = layout.num_layers * 2
     page_rows: list[int] = []

@@ -1,4 +1,7 @@
-"""Compiled attention (float32): decodes read KV in their pages; long prefill chunks use SDPA."""
+"""Compiled attention (float32): decodes read KV in their pages; long prefill chunks use SDPA.
+
+KV of another dtype is converted by SDPA's gathers: the compiled loops read float32.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from loramux.kernels.ops import (
     empty_rows,
     kv_slots,
 )
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 # A chunk of several rows that sees more tokens than this is cheaper as GEMMs.
 _MAX_TOKENS_BY_ROW = 128
@@ -39,7 +42,7 @@ _ROW_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    layout: PagedLayout
+    layout: KVLayout
     slots: Tensor
     """[rows] int32: page * block_tokens + token."""
     rows: NDArray[np.int64]
@@ -56,8 +59,8 @@ class Plan:
         pages = storage.view(-1, *shape)
         slots = self.slots.long()
         page, token = slots // layout.block_tokens, slots % layout.block_tokens
-        pages[page, layer, 0, token] = k
-        pages[page, layer, 1, token] = v
+        pages[page, layer, 0, token] = k.to(pages.dtype)
+        pages[page, layer, 1, token] = v.to(pages.dtype)
 
     def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
         """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
@@ -88,10 +91,12 @@ class Plan:
         )
 
 
-def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
+def plan(sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device) -> Plan:
     block = layout.block_tokens
-    alone = [s for s in sequences if s.num_rows == 1 or s.num_tokens <= _MAX_TOKENS_BY_ROW]
-    others = [s for s in sequences if s.num_rows > 1 and s.num_tokens > _MAX_TOKENS_BY_ROW]
+    alone, others = [], list(sequences)
+    if layout.dtype == "float32":
+        alone = [s for s in sequences if s.num_rows == 1 or s.num_tokens <= _MAX_TOKENS_BY_ROW]
+        others = [s for s in sequences if s.num_rows > 1 and s.num_tokens > _MAX_TOKENS_BY_ROW]
     rows = [
         (s.row_start + i, line, s.position_start + i + 1)
         for line, s in enumerate(alone)

@@ -19,7 +19,7 @@ from loramux.kernels.ops import (
     Rotation,
 )
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 rotation = fused_torch.rotation
 norm_columns = fused_torch.norm_columns
@@ -107,7 +107,7 @@ def rotate_write_into(
     qkv: Array,
     head_norm: NormArrays | None,
     place: RotateWriteArrays,
-    layout: PagedLayout,
+    layout: KVLayout,
     layer: int,
 ) -> None:
     num_queries = qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.ops import AttendArgs, SequenceRows
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     sequences: tuple[SequenceRows, ...]
-    layout: PagedLayout
+    layout: KVLayout
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores the step's keys and values in their pages."""
@@ -24,6 +24,7 @@ class Plan:
         for sequence in self.sequences:
             for i in range(sequence.num_rows):
                 page, token = divmod(sequence.position_start + i, block)
+                # Converted to the dtype of the pages.
                 pages[sequence.page_ids[page], layer, 0, token] = k[sequence.row_start + i]
                 pages[sequence.page_ids[page], layer, 1, token] = v[sequence.row_start + i]
 
@@ -32,9 +33,10 @@ class Plan:
         pages = _pages(storage, self.layout)
         num_rows, num_heads, head_dim = q.shape
         out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
+        q = q.to(torch.promote_types(q.dtype, storage.dtype))
         repeat = num_heads // self.layout.num_kv_heads
         for sequence in self.sequences:
-            kv = pages[list(sequence.page_ids), args.layer]
+            kv = pages[list(sequence.page_ids), args.layer].to(q.dtype)
             k, v = (
                 kv[:, i].reshape(-1, self.layout.num_kv_heads, head_dim)[: sequence.num_tokens]
                 for i in (0, 1)
@@ -49,7 +51,7 @@ class Plan:
         return out.view(num_rows, num_heads * head_dim)
 
 
-def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
+def plan(sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device) -> Plan:
     return Plan(sequences=tuple(sequences), layout=layout)
 
 
@@ -61,13 +63,7 @@ def _visible(sequence: SequenceRows, window: int | None, device: torch.device) -
     return visible if window is None else visible & (key > query - window)
 
 
-def _pages(storage: Tensor, layout: PagedLayout) -> Tensor:
+def _pages(storage: Tensor, layout: KVLayout) -> Tensor:
     """[pages, layers, 2, block, kv heads, dim]"""
-    return storage.view(
-        storage.shape[0],
-        layout.num_layers,
-        2,
-        layout.block_tokens,
-        layout.num_kv_heads,
-        layout.head_dim,
-    )
+    shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+    return storage[:, : layout.num_elements].view(-1, *shape)

@@ -97,9 +97,9 @@ def _norm(x: Tensor, norm: Norm) -> Tensor:
 def _store(target: KVTarget, k: Tensor, v: Tensor) -> None:
     layout = target.layout
     shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
-    pages = target.storage.view(-1, *shape)
+    pages = target.storage[:, : layout.num_elements].view(-1, *shape)
     rows = (target.slots >= 0).nonzero().squeeze(1)
     slots = target.slots[rows].long()
     page, token = slots // layout.block_tokens, slots % layout.block_tokens
-    pages[page, target.layer, 0, token] = k[rows]
-    pages[page, target.layer, 1, token] = v[rows]
+    pages[page, target.layer, 0, token] = k[rows].to(pages.dtype)
+    pages[page, target.layer, 1, token] = v[rows].to(pages.dtype)

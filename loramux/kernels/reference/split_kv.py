@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.attention.split_kv import ITEM_FIELDS, Partition
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 
 def partition_decodes(num_tokens: Tensor, partition: Partition) -> Tensor:
@@ -20,7 +20,7 @@ def partition_decodes(num_tokens: Tensor, partition: Partition) -> Tensor:
     return padded
 
 
-def last_slots(num_tokens: Tensor, page_table: Tensor, layout: PagedLayout) -> Tensor:
+def last_slots(num_tokens: Tensor, page_table: Tensor, layout: KVLayout) -> Tensor:
     """Reference of `split_kv.last_slots` on the device."""
     block = layout.block_tokens
     position = (num_tokens - 1).clamp(min=0)

@@ -19,6 +19,7 @@ def planned_base(card: ModelCard) -> PlannedBase:
         name=card.name,
         shapes=card.shapes,
         dtype=card.dtype,
+        kv_dtype=card.kv_cache_dtype,
         block_tokens=card.block_tokens,
         packing=card.packing,
     )

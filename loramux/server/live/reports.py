@@ -31,6 +31,9 @@ def _host_report(context: HostContext) -> EngineReport:
         gpu_name=card.gpu_name,
         fallback_reason=card.fallback_reason,
         dtype=card.dtype,
+        kv_cache_dtype=(card.kv_cache_dtype or card.dtype)
+        if isinstance(card, ModelCard)
+        else UNSET,
         max_batch_tokens=_batch_tokens(card),
         max_sequences=card.max_sequences,
         running=stats.num_running,

@@ -31,7 +31,7 @@ BASE = tiny_base_info(tiny_llama_config())
 def make_catalog(
     dtype: torch.dtype = torch.float32, *, state: Path | None = None, **options: Any
 ) -> AdapterCatalog:
-    rules = AdapterRules(base=BASE, packing=DensePacking(BASE.fused_linears, dtype, 4096))
+    rules = AdapterRules(base=BASE, packing=DensePacking(BASE.fused_linears, dtype, 2**14))
     return AdapterCatalog(rules, verified=VerifiedAdapters(state), **options)
 
 
@@ -67,7 +67,6 @@ def test_inspection_predicts_the_image_that_identification_packs(
     found = catalog.identify(folder)
     expected = pack_dense(read_adapter(folder, BASE), BASE.fused_linears, torch.float32)
     assert found.card == inspected.identified(expected.cid)
-    assert found.card.num_elements == expected.buffer.numel()
     assert found.card.num_bytes == expected.num_bytes
     assert found.card.rank == expected.layout.max_rank
     assert found.loaded is not None

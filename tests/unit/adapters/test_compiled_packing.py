@@ -28,7 +28,7 @@ TARGET = TargetModule(
     in_features=WIDTH,
     out_features=OUTPUTS,
 )
-PACKING = PagedPacking(SITES, torch.bfloat16, 2**16, mapped_buffer)
+PACKING = PagedPacking(SITES, torch.bfloat16, 2 * 2**16, mapped_buffer)
 
 
 @pytest.fixture(scope="module", autouse=True)

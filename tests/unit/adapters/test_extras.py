@@ -36,7 +36,7 @@ def parts(draw: st.DrawFn) -> list[ExtraSpec]:
 def test_rows_do_not_overlap_and_do_not_cross_pages(
     specs: list[ExtraSpec], num_elements: int
 ) -> None:
-    layout = plan_extras(specs, num_elements=num_elements, page_elements=PAGE)
+    layout = plan_extras(specs, num_elements=num_elements, page_width=PAGE)
     owners: dict[int, str] = {}
     for spec in specs:
         place = layout.places[spec.key]
@@ -59,16 +59,16 @@ def test_a_layout_is_made_again_from_its_key() -> None:
         ExtraSpec(0, "qkv", ExtraKind.GAIN, 1, 96),
         ExtraSpec(-1, "embed_tokens", ExtraKind.ROWS, 2, 32, (3, 70)),
     )
-    layout = plan_extras(specs, num_elements=100, page_elements=PAGE)
+    layout = plan_extras(specs, num_elements=100, page_width=PAGE)
     key = json.loads(json.dumps(layout.key))
-    assert plan_extras(specs_of(key), num_elements=100, page_elements=PAGE) == layout
+    assert plan_extras(specs_of(key), num_elements=100, page_width=PAGE) == layout
 
 
 def test_no_parts_take_no_page() -> None:
-    assert plan_extras((), num_elements=100, page_elements=PAGE) is NO_EXTRAS
+    assert plan_extras((), num_elements=100, page_width=PAGE) is NO_EXTRAS
 
 
 def test_a_row_larger_than_a_page_is_refused() -> None:
     spec = ExtraSpec(0, "down_proj", ExtraKind.WEIGHT, 4, PAGE + 1)
     with pytest.raises(DoesNotFit, match="larger block size"):
-        plan_extras([spec], num_elements=0, page_elements=PAGE)
+        plan_extras([spec], num_elements=0, page_width=PAGE)

@@ -19,7 +19,7 @@ SITES = (
     FusedLinear("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
     FusedLinear("o", 8, ("o_proj",), (8,)),
 )
-PACKING = DensePacking(SITES, torch.float32, 64)
+PACKING = DensePacking(SITES, torch.float32, 4 * 64)
 RANKS = {(0, "q_proj"): 3, (0, "v_proj"): 1, (2, "o_proj"): 5}
 
 
@@ -90,7 +90,7 @@ def test_an_image_with_other_parts_comes_back_for_pages_of_the_same_size(tmp_pat
     again = read_image(tmp_path / "x.image", image.cid, layouts)
     assert again.layout == layout and torch.equal(again.buffer, image.buffer)
     assert layouts.find(layout.key) == PACKING.plan(RANKS), "the key of the extras tells them apart"
-    other = KnownLayouts(replace(PACKING, page_elements=128))
+    other = KnownLayouts(replace(PACKING, page_bytes=4 * 128))
     with pytest.raises(AdapterRefused, match="another size"):
         read_image(tmp_path / "x.image", image.cid, other)
 

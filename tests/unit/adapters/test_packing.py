@@ -27,8 +27,8 @@ from tests.packing_factory import pack_image, spec_of
 
 BASE = tiny_base_info(tiny_llama_config())
 SITES = BASE.fused_linears
-DENSE = DensePacking(SITES, torch.float32, 4096)
-PAGED = PagedPacking(SITES, torch.float32, 4096, mapped_buffer)
+DENSE = DensePacking(SITES, torch.float32, 4 * 4096)
+PAGED = PagedPacking(SITES, torch.float32, 4 * 4096, mapped_buffer)
 
 
 @pytest.mark.parametrize("packing", [DENSE, PAGED])
@@ -44,18 +44,19 @@ def test_packings_of_different_buffers_have_different_fingerprints() -> None:
     others = [
         DENSE,
         PAGED,
-        DensePacking(SITES, torch.bfloat16, 4096),
-        PagedPacking(SITES, torch.float32, 8192, mapped_buffer),
-        DensePacking(SITES[:1], torch.float32, 4096),
+        DensePacking(SITES, torch.bfloat16, 2 * 4096),
+        PagedPacking(SITES, torch.float32, 4 * 8192, mapped_buffer),
+        DensePacking(SITES[:1], torch.float32, 4 * 4096),
     ]
     assert len({packing.fingerprint for packing in others}) == len(others)
-    assert DensePacking(SITES, torch.float32, 4096).fingerprint == DENSE.fingerprint
+    assert DensePacking(SITES, torch.float32, 4 * 4096).fingerprint == DENSE.fingerprint
 
 
 def test_adapters_of_a_wide_base_in_bfloat16_have_a_short_a() -> None:
     sites = fuse_projections([Projection("o_proj", 256, 64)])
     packings = [
-        PagedPacking(sites, dtype, 4096, mapped_buffer) for dtype in (torch.bfloat16, torch.float32)
+        PagedPacking(sites, dtype, 4096 * dtype.itemsize, mapped_buffer)
+        for dtype in (torch.bfloat16, torch.float32)
     ]
     assert [packing.is_fp12 for packing in packings] == [True, False]
     assert [p.plan({(0, "o_proj"): 8}).is_fp12 for p in packings] == [True, False]
@@ -79,7 +80,7 @@ def values_of(image: AdapterImage, part: ExtraTensor) -> torch.Tensor:
     place = extras.places[part.key]
     rows = [
         image.buffer[offset : offset + count * place.width].view(count, place.width)
-        for _, count, offset in place.pieces(extras.page_elements)
+        for _, count, offset in place.pieces(extras.page_width)
     ]
     return torch.cat(rows)
 
@@ -96,7 +97,7 @@ def test_other_parts_follow_the_low_rank(
     image = pack_image(adapter, replace(packing, allocate=used_memory))
     for part in EXTRAS:
         assert torch.equal(values_of(image, part), part.values)
-    layout, page = image.layout, packing.page_elements
+    layout, page = image.layout, packing.page_bytes // packing.dtype.itemsize
     assert layout.max_rank == (4 if has_low_rank else 0)
     assert layout.num_elements == layout.extras.end == image.buffer.numel()
     assert layout.extras.num_pages == 3, "the vectors fill the end of the last page of the head"

@@ -96,15 +96,15 @@ def test_a_planned_adapter_is_what_the_pool_takes(
         base = planned(dtype, kind)
         sites, element = SHAPES.fused_linears, getattr(torch, dtype)
         packing = (
-            DensePacking(sites, element, base.page_elements)
+            DensePacking(sites, element, base.page_bytes)
             if kind == "dense"
-            else PagedPacking(sites, element, base.page_elements, mapped_buffer)
+            else PagedPacking(sites, element, base.page_bytes, mapped_buffer)
         )
         layout = packing.plan(ranks, extras)
         assert plan_layout(base, ranks, extras) == layout
         measured = measure_adapter(base, "a", ranks, extras)
         assert measured.num_bytes == layout.num_elements * element.itemsize
-        assert measured.num_pages(base) == -(-layout.num_elements // base.page_elements)
+        assert measured.num_pages(base) == -(-layout.num_elements // base.page_width)
         weights = sum(part.bytes for part in measured.parts)
         gaps = sum(stop - start for start, stop in layout.gaps)
         assert weights == (layout.num_elements - gaps) * element.itemsize

@@ -29,7 +29,8 @@ from loramux.engine.stats import tier_stats
 from loramux.errors import InvalidRequest
 from loramux.memory.pool import PagePool
 from loramux.models.architectures import DecoderConfig, base_info, parse_config
-from loramux.types.model import BaseModelInfo, PackingKind, PagedLayout, Projection
+from loramux.types.kv import KVLayout
+from loramux.types.model import BaseModelInfo, PackingKind, Projection
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.model_factory import MODEL_CLASSES, tiny_config, tiny_transformers_model
@@ -83,10 +84,8 @@ def shape_of(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def pool_for(config: DecoderConfig, num_pages: int) -> PagePool:
-    geometry = PagedLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=16)
-    return PagePool(
-        num_pages=num_pages, geometry=geometry, dtype=torch.float32, device=torch.device("cpu")
-    )
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=16)
+    return PagePool(num_pages, layout.page_bytes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["smollm2-135m", "qwen2", "gemma2"])
@@ -111,10 +110,11 @@ def test_bytes_and_pages_are_those_of_a_packed_adapter(
 
     pool = pool_for(decoder_config, size.pages)
     assert pool.page_bytes == told.page_bytes
-    assert size.pages == pool.pages_for_elements(image.layout.num_elements)
+    pages = pool.view(torch.float32)
+    assert size.pages == pages.pages_for(image.layout.num_elements)
     pool.write(list(range(size.pages)), image.buffer)
-    assert torch.equal(pool.storage.flatten()[: image.buffer.numel()], image.buffer)
-    assert pool.storage.nbytes == size.device_bytes
+    assert torch.equal(pages.storage.flatten()[: image.buffer.numel()], image.buffer)
+    assert pool.num_bytes == size.device_bytes
 
 
 @pytest.mark.parametrize("family", ["smollm2-135m", "qwen3"])
@@ -130,7 +130,7 @@ def test_paged_bytes_are_those_of_an_adapter_in_rank_blocks(
         lora_tensors(config, r=20, names=ALL),
     )
     told = planned(as_json, str(dtype).removeprefix("torch."), packing="paged")
-    packing = PagedPacking(base.fused_linears, dtype, told.page_elements, mapped_buffer)
+    packing = PagedPacking(base.fused_linears, dtype, told.page_bytes, mapped_buffer)
     image = pack_image(read_adapter(folder, base), packing)
     [size] = plan(told, {"ranks": (20,), "targets": ALL}).sizes
     assert (size.bytes, size.device_bytes) == (image.num_bytes, image.num_bytes)

@@ -270,7 +270,7 @@ def test_the_first_screen_names_the_device_and_its_sizes() -> None:
         view.show_ready(ready(**gpu, max_batch_tokens=2048, start_seconds=seconds))
     lines = file.getvalue().splitlines()
     assert "Device       NVIDIA H200 (cuda:1), bfloat16" in lines
-    assert "Page pool    1 GiB, 512 pages of 2 MiB for KV cache and adapters" in lines
+    assert "Page pool    1 GiB, 512 pages of 2 MiB for KV cache (bfloat16) and adapters" in lines
     assert "Host memory  2 GiB for adapters" in lines
     assert "Batch        2048 tokens a step, 256 sequences" in lines
     assert "Engine start Loading weights 3.2 s, Compiling kernels 12.0 s" in lines

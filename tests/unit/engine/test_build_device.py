@@ -8,7 +8,7 @@ import torch
 
 from loramux.engine.build import load_base
 from loramux.engine.build_device import (
-    GpuPlan,
+    GpuExecutors,
     largest_step,
     measured_pool_bytes,
     warm_up_steps,
@@ -16,7 +16,7 @@ from loramux.engine.build_device import (
 from loramux.errors import DoesNotFit
 from loramux.models.architectures import base_info
 from loramux.runner.gpu_runner import BatchLimits
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 from tests.device_factory import device_engine, two_adapters
 from tests.engine_factory import cpu_config, make_prompt, make_request, run_all
 from tests.model_factory import save_hf_folder, tiny_transformers_model
@@ -24,13 +24,23 @@ from tests.model_factory import save_hf_folder, tiny_transformers_model
 pytest.importorskip("triton", reason="no Triton on this machine")
 
 
+LIMITS = BatchLimits(max_batch_tokens=20, max_sequences=3, max_pages=4)
+BLOCK = 16
+
+
 @pytest.fixture
-def plan(tmp_path: Path) -> GpuPlan:
+def executors(tmp_path: Path) -> GpuExecutors:
     save_hf_folder(tiny_transformers_model("llama", num_hidden_layers=1), tmp_path)
     model = load_base(tmp_path, cpu_config(dtype="float32", pack_weights=False))
-    geometry = PagedLayout(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=16)
-    limits = BatchLimits(max_batch_tokens=20, max_sequences=3, max_pages=4)
-    return GpuPlan(model, base_info(model.config, "tiny").fused_linears, geometry, limits)
+    kv = KVLayout(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=BLOCK)
+    return GpuExecutors(
+        model=model,
+        linears=base_info(model.config, "tiny").fused_linears,
+        kv=kv,
+        page_bytes=kv.page_bytes,
+        limits=LIMITS,
+        device=torch.device("cpu"),
+    )
 
 
 def test_the_directory_follows_loads_and_evictions(
@@ -59,45 +69,41 @@ def test_resident_adapters_are_capped_by_the_directory(
     assert runner.directory.max_adapters == engine.pages.num_pages
 
 
-def test_the_largest_step_has_all_tokens_and_samples(plan: GpuPlan) -> None:
-    step = largest_step(plan)
+def test_the_largest_step_has_all_tokens_and_samples(executors: GpuExecutors) -> None:
+    step = largest_step(LIMITS, BLOCK)
     assert step.num_tokens == 20 and len(step.chunks) == 3
     assert all(chunk.num_sampled for chunk in step.chunks)
     pages = [page for chunk in step.chunks for page in chunk.page_ids]
-    assert len(set(pages)) == len(pages)
-    pool = plan.make_pool(max(pages) + 1, torch.device("cpu"))
-    runner = plan.make_runner(pool, plan.make_directory(pool))
-    assert len(runner.run(step).token_ids) == 3
+    assert len(set(pages)) == len(pages) <= executors.pages_of_step
+    runner = executors.make(executors.pages_of_step)
+    assert len(runner.run(step).accepted) == 3
 
 
-def test_warm_up_steps_stay_within_the_limits(plan: GpuPlan) -> None:
-    pool = plan.make_pool(16, torch.device("cpu"))
-    runner = plan.make_runner(pool, plan.make_directory(pool))
-    steps = warm_up_steps(plan, 16)
-    limits = plan.limits
+def test_warm_up_steps_stay_within_the_limits(executors: GpuExecutors) -> None:
+    steps = warm_up_steps(LIMITS, BLOCK, num_pages=16)
     for step in steps:
-        assert step.num_tokens <= limits.max_batch_tokens + limits.max_sequences
-        assert all(len(chunk.page_ids) <= limits.max_pages for chunk in step.chunks)
+        assert step.num_tokens <= LIMITS.max_batch_tokens + LIMITS.max_sequences
+        assert all(len(chunk.page_ids) <= LIMITS.max_pages for chunk in step.chunks)
         assert max(page for chunk in step.chunks for page in chunk.page_ids) < 16
     starts = {chunk.start for step in steps for chunk in step.chunks}
     assert len(starts) > 1, "some have a past"
-    runner.warm_up(steps[:2])
+    executors.make(16).warm_up(steps[:2])
 
 
-def test_too_little_memory_is_refused_with_the_numbers(plan: GpuPlan) -> None:
+def test_too_little_memory_is_refused_with_the_numbers(executors: GpuExecutors) -> None:
     config = cpu_config(gpu_memory_utilization=1e-6, max_batch_tokens=20)
     told: list[str] = []
     with pytest.raises(DoesNotFit, match=r"MiB are taken.*max_batch_tokens \(20\)"):
-        measured_pool_bytes(plan, config, progress=lambda what, _: told.append(what))
+        measured_pool_bytes(executors, config, progress=lambda what, _: told.append(what))
     assert told == ["Measuring memory"]
 
 
 def test_running_out_of_memory_while_measuring_is_refused(
-    plan: GpuPlan, monkeypatch: pytest.MonkeyPatch
+    executors: GpuExecutors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(GpuPlan, "make_pool", fail)
+    monkeypatch.setattr(GpuExecutors, "make", fail)
     with pytest.raises(DoesNotFit, match="need more than is left"):
-        measured_pool_bytes(plan, cpu_config())
+        measured_pool_bytes(executors, cpu_config())

@@ -18,7 +18,14 @@ from tests.adapter_factory import (
     make_peft_adapter,
     write_adapter,
 )
-from tests.engine_factory import make_engine, make_prompt, make_request, peft_logits, run_all
+from tests.engine_factory import (
+    cpu_runner,
+    make_engine,
+    make_prompt,
+    make_request,
+    peft_logits,
+    run_all,
+)
 from tests.model_factory import tiny_transformers_model
 
 # PEFT says so whenever the base has nn.Linear layers; the adapter is right all the same.
@@ -195,7 +202,7 @@ def test_two_hundred_adapters_are_served_by_a_pool_of_six(model: Any, tmp_path: 
         model, tmp_path / "model", device_memory_bytes=pool_bytes, host_memory_bytes=2**20
     )
     assert engine.pages.num_pages == 6 * pages_each + 4
-    storage = engine.executor.pool_address
+    storage = cpu_runner(engine).kv_pages.data_ptr()
     prompt = make_prompt(12, seed=0)
     requests = [
         make_request(str(i), prompt, select(engine, folder), max_tokens=3)
@@ -205,7 +212,7 @@ def test_two_hundred_adapters_are_served_by_a_pool_of_six(model: Any, tmp_path: 
     assert all(len(answer) == 3 for answer in answers.values())
     device = engine.memory.costs.device
     assert device.loads >= 200 and device.evictions >= 194
-    assert engine.executor.pool_address == storage and len(engine.residency) <= 6
+    assert cpu_runner(engine).kv_pages.data_ptr() == storage and len(engine.residency) <= 6
     assert engine.memory.tiers.host.used_bytes <= 2**20
     sample = make_request("again", prompt, select(engine, adapters[17]), max_tokens=3)
     assert run_all(roomy, [sample])["again"] == answers["17"]

@@ -35,7 +35,7 @@ def test_every_registered_adapter_is_listed_with_its_tier_and_usage(tmp_path: Pa
     stats = engine_stats(engine, num_steps=7)
     device, host, disk = stats.tiers
     assert (device.tier, device.num_adapters, device.hits, device.misses) == ("device", 1, 1, 3)
-    assert device.used_bytes % engine.memory.pool.page_bytes == 0 < device.used_bytes
+    assert device.used_bytes % engine.memory.rank.page_bytes == 0 < device.used_bytes
     assert host.num_adapters == 2 and disk.num_adapters == 3 and disk.used_bytes > 0
     assert stats.prefix_hit_tokens >= 32 and stats.prefix_query_tokens >= 78
     assert sum(stats.step_loss_s.values()) >= 1 and list(stats.step_loss_s)[-1] == "+Inf"

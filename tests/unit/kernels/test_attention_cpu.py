@@ -13,6 +13,7 @@ from tests.attention_factory import (
     ARGS,
     CPU,
     LAYOUT,
+    MIXED_DTYPES,
     MIXES,
     NUM_HEADS,
     PAGE,
@@ -26,6 +27,14 @@ from tests.attention_factory import (
 @pytest.mark.parametrize("args", ARGS.values(), ids=ARGS)
 def test_equals_the_reference(mix: list[tuple[int, int]], args: AttendArgs) -> None:
     check_against_reference(attention_cpu, mix, args)
+
+
+@pytest.mark.parametrize("dtypes", MIXED_DTYPES, ids=str)
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_a_kv_cache_of_another_dtype(
+    mix: list[tuple[int, int]], dtypes: tuple[torch.dtype, str]
+) -> None:
+    check_against_reference(attention_cpu, mix, ARGS["window"], dtypes)
 
 
 @settings(max_examples=40, deadline=None)

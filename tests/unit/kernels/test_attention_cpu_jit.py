@@ -13,11 +13,12 @@ from loramux.kernels.cpu_jit import attention as attention_numba
 from loramux.kernels.cpu_jit.attention_tiles import MIX_WIDTH
 from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 from tests.attention_factory import (
     ARGS,
     CPU,
     LAYOUT,
+    MIXED_DTYPES,
     MIXES,
     NUM_HEADS,
     PAGE,
@@ -38,6 +39,14 @@ def test_equals_the_reference(mix: list[tuple[int, int]], args: AttendArgs) -> N
     check_against_reference(attention_numba, mix, args)
 
 
+@pytest.mark.parametrize("dtypes", MIXED_DTYPES[:2], ids=str)
+@pytest.mark.parametrize("mix", LONG_MIXES.values(), ids=LONG_MIXES)
+def test_a_kv_cache_of_another_dtype(
+    mix: list[tuple[int, int]], dtypes: tuple[torch.dtype, str]
+) -> None:
+    check_against_reference(attention_numba, mix, ARGS["window"], dtypes)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     mix=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=6),
@@ -51,7 +60,7 @@ def test_any_mix_equals_the_reference(mix: list[tuple[int, int]], window: int | 
 @pytest.mark.parametrize("block_tokens", [1, 3, 8])
 @pytest.mark.parametrize("args", ARGS.values(), ids=ARGS)
 def test_heads_of_whole_tiles_equal_the_reference(args: AttendArgs, block_tokens: int) -> None:
-    layout = PagedLayout(3, num_kv_heads=2, head_dim=MIX_WIDTH, block_tokens=block_tokens)
+    layout = KVLayout(3, num_kv_heads=2, head_dim=MIX_WIDTH, block_tokens=block_tokens)
     mix = [(9, 1), (0, 6), (30, 1), (4, 9), (3, 1), (0, 1)]
     sequences, page, row = [], 0, 0
     for start, rows in mix:

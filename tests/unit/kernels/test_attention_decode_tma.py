@@ -17,7 +17,7 @@ from loramux.kernels.gpu.attention import ops as attention_triton
 from loramux.kernels.gpu.attention.decode_tma import _load_queries  # noqa: E402
 from loramux.kernels.ops import AttendArgs, SequenceRows  # noqa: E402
 from loramux.kernels.reference import attention as attention_torch
-from loramux.types.model import PagedLayout  # noqa: E402
+from loramux.types.kv import KVLayout  # noqa: E402
 from tests.unit.kernels.conftest import output_of_compiler  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
@@ -28,18 +28,16 @@ DTYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.fl
 PLAIN = AttendArgs(layer=1, scale=0.1)
 
 
-def make_layout(num_kv_heads: int = 2, head_dim: int = 64) -> PagedLayout:
-    return PagedLayout(num_layers=2, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=16)
+def make_layout(num_kv_heads: int = 2, head_dim: int = 64) -> KVLayout:
+    return KVLayout(num_layers=2, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=16)
 
 
-def make_storage(layout: PagedLayout, dtype: torch.dtype) -> Tensor:
+def make_storage(layout: KVLayout, dtype: torch.dtype) -> Tensor:
     elements = 2 * layout.num_layers * 16 * layout.num_kv_heads * layout.head_dim
     return torch.randn(len(LENGTHS) * WIDTH, elements).to(dtype)
 
 
-def decode(
-    storage: Tensor, layout: PagedLayout, q: Tensor, args: AttendArgs
-) -> tuple[Tensor, Tensor]:
+def decode(storage: Tensor, layout: KVLayout, q: Tensor, args: AttendArgs) -> tuple[Tensor, Tensor]:
     """What is found, and what the reference has, for the sequences that have tokens."""
     pages = torch.randperm(len(LENGTHS) * WIDTH).int().view(-1, WIDTH)
     tokens = storage.view(-1, 2, 2, 16, layout.num_kv_heads, layout.head_dim)
@@ -49,7 +47,7 @@ def decode(
             tokens[page, :, :, min(max(length - place * 16, 0), 16) :] = torch.nan
     plan = attention_triton.plan_decodes(pages, layout, q)
     (work,) = plan.work[None]
-    assert attention_triton._uses_tma(plan, work, q)
+    assert attention_triton._uses_tma(plan, work, q, storage)
     plan.partition(torch.tensor(LENGTHS, dtype=torch.int32))
     assert work.items[:, 6].max() > 1, "no span was partition"
     found = plan.attend(storage, q, args)
@@ -118,21 +116,26 @@ def test_other_steps_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = torch.zeros(4, WIDTH, dtype=torch.int32)
 
     def copies(
-        layout: PagedLayout,
+        layout: KVLayout,
         num_heads: int = 8,
         dtype: torch.dtype = torch.float16,
         window: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        padding: int = 0,
     ) -> bool:
         q = torch.zeros(4, num_heads, layout.head_dim, dtype=dtype)
         plan = attention_triton.plan_decodes(pages, layout, q, (window,))
         (work,) = plan.work[window]
-        return attention_triton._uses_tma(plan, work, q)
+        storage = torch.zeros(4, layout.num_elements + padding, dtype=kv_dtype or dtype)
+        return attention_triton._uses_tma(plan, work, q, storage)
 
     assert copies(make_layout())
     assert not copies(make_layout(), dtype=torch.float32)
+    assert not copies(make_layout(), kv_dtype=torch.bfloat16), "the copy converts nothing"
+    assert not copies(make_layout(), padding=64)
     assert not copies(make_layout(), num_heads=18)
     assert not copies(make_layout(head_dim=96))
-    assert not copies(PagedLayout(2, 2, 64, 32))
+    assert not copies(KVLayout(2, 2, 64, 32))
     assert not copies(make_layout(), window=20)
     monkeypatch.setattr(attention_triton, "_TMA_CTAS_PER_SM", 1)
     assert not copies(make_layout())

@@ -13,12 +13,12 @@ from loramux.kernels.gpu.attention import ops as attention_triton
 from loramux.kernels.gpu.attention.ops import Tiles  # noqa: E402
 from loramux.kernels.ops import AttendArgs, SequenceRows  # noqa: E402
 from loramux.kernels.reference import attention as attention_torch
-from loramux.types.model import PagedLayout  # noqa: E402
+from loramux.types.kv import KVLayout  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 # The interpreter multiplies bfloat16 wrongly.
 SIXTEEN_BITS = [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]
-LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16)
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16)
 TILES = {
     "one tile a step": Tiles(16, 16, 16, 1, 5, 2),
     "two tiles a step": Tiles(16, 16, 64, 1, 5, 2, num_tiles=2),
@@ -70,7 +70,7 @@ def test_parts_of_decodes_add_up(
     tiles = Tiles(16, 16, 16, 1, 5, 16, reduced_per_warp=merged)
     monkeypatch.setattr(attention_triton, "decode_tiles", lambda *_, **__: tiles)
     torch.manual_seed(2)
-    layout = PagedLayout(1, 2, head_dim, 16)
+    layout = KVLayout(1, 2, head_dim, 16)
     lengths = [40, 180, 0, 1]
     pages = torch.randperm(4 * 12).int().view(4, 12)
     storage = torch.randn(4 * 12, 2 * 16 * 2 * head_dim)
@@ -96,7 +96,7 @@ def test_parts_of_decodes_add_up(
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_parts_of_sixteen_bits(dtype: torch.dtype) -> None:
     """By the tiles that a server has, whatever the number of rows."""
-    layout = PagedLayout(1, 2, 128, 16)
+    layout = KVLayout(1, 2, 128, 16)
     for num_rows in (1, 13, 18, 28, 36, 50):
         torch.manual_seed(num_rows)
         lengths = torch.randint(1, 130, (num_rows,), dtype=torch.int32)
@@ -118,7 +118,7 @@ def test_parts_of_sixteen_bits(dtype: torch.dtype) -> None:
 
 def test_decodes_that_may_be_copied_are_cut_as_before() -> None:
     """Kernels of copied tiles have no registers for two tiles' parts."""
-    layout = PagedLayout(1, 8, 128, 16)
+    layout = KVLayout(1, 8, 128, 16)
     found = [
         attention_triton.decode_tiles(4, layout, torch.bfloat16, ctas_per_sm=each)
         for each in (0.1, 3, 3.1, 4.1, 6.1, 8.1, 11, 11.1, 500)

@@ -4,11 +4,11 @@ import torch
 
 from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 
 def test_chunks_over_pages_equal_dense_causal_attention() -> None:
-    layout = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
     q, k, v = torch.randn(5, 2, 4), torch.randn(5, 1, 4), torch.randn(5, 1, 4)
     storage = torch.zeros(4, 2 * 2 * 4)
     args = AttendArgs(layer=0, scale=0.5)

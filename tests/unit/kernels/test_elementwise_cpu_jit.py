@@ -15,9 +15,9 @@ pytest.importorskip("numba", reason="no numba on this machine")
 from loramux.kernels.cpu_jit import elementwise as fused_numba
 from loramux.kernels.ops import ACTIVATIONS, KVTarget, Norm, Rotation
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
-LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=4)
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=4)
 HIDDEN = 40
 FEW, MANY = 3, 2000
 """Rows that one thread computes, and rows that all share."""

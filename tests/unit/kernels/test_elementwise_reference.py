@@ -11,9 +11,9 @@ from loramux.kernels.reference import attention as attention_torch
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary, rotate_
 from loramux.models.rope import RopeConfig
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
-LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=4)
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=4)
 
 
 def rms_norm(size: int) -> RMSNorm:

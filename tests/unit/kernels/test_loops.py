@@ -51,7 +51,7 @@ FP12 = {"FP12": True, "SMALL": 8, "ROW_K": 512, "ROW_RANKS": 16, "TILE_K": 512}
 ATTENTION = {
     "KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "BLOCK_TOKENS": 16, "WINDOW": 0,
     "HAS_SOFTCAP": False, "TWO_PHASES": True, "ROWS": 16, "TILES": 1, "TOKENS": 16, "DIM": 64,
-    "REDUCED": 1024, "PRECISION": "tf32", "PDL": True,
+    "REDUCED": 1024, "PRECISION": "tf32", "DTYPE": "bfloat16", "PDL": True,
 }
 JOBS = [
     *((kernel, {**AUGMENTED, "LOOPS": loops}) for loops in (False, True) for kernel in (

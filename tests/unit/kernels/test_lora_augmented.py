@@ -17,9 +17,9 @@ from loramux.kernels.gpu.lora.work_list import TILE_FIRST
 from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch  # noqa: E402
 from loramux.kernels.ops import (  # noqa: E402
+    KVLayout,  # noqa: E402
     KVTarget,
     Norm,
-    PagedLayout,  # noqa: E402
     Rotation,
 )
 from loramux.kernels.reference import elementwise as fused_torch
@@ -222,7 +222,7 @@ def rotated(
 ) -> None:
     dtype, num_rows = world.lora.pool.dtype, len(rows)
     head_dim, kv_heads = 16, 1
-    layout = PagedLayout(NUM_LAYERS, kv_heads, head_dim, block_tokens=4)
+    layout = KVLayout(NUM_LAYERS, kv_heads, head_dim, block_tokens=4)
     cos, sin = random_angles(num_rows, head_dim)
     # Padding is not stored.
     slots = torch.arange(num_rows, dtype=torch.int32) * 3 + 1

@@ -18,7 +18,7 @@ from loramux.kernels.gpu.lora_augmented.tables import (
 from loramux.kernels.ops import KVTarget, Rotation
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import lora_augmented as augmented_reference
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 from tests.attention_factory import random_angles
 from tests.augmented_factory import LONG_TILE, ROW, TILE, make_augmented_world, two_ctas  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, Selection, make_world, random_rows  # noqa: E402
@@ -95,7 +95,7 @@ def test_rotating_ctas_loop_over_more_tiles(
     rows: list[Selection] = [((0, 1.0),), (), ((1, 1.0),), ((0, 1.0),), ((1, 1.0),)]
     world.step(rows, TILE)
     two_ctas(monkeypatch, is_early=is_early)
-    layout = PagedLayout(NUM_LAYERS, num_kv_heads=1, head_dim=16, block_tokens=4)
+    layout = KVLayout(NUM_LAYERS, num_kv_heads=1, head_dim=16, block_tokens=4)
     rotation = Rotation(*random_angles(len(rows), head_dim=16))
     slots = torch.tensor([3, 5, -1, 9, 1], dtype=torch.int32)
     storage = torch.randn(4, NUM_LAYERS * 2 * 4 * 16)

@@ -17,14 +17,14 @@ from loramux.kernels.gpu.attention.online_softmax import load_q_fragment  # noqa
 from loramux.kernels.gpu.attention.ops import Tiles  # noqa: E402
 from loramux.kernels.ops import AttendArgs, SequenceRows  # noqa: E402
 from loramux.kernels.reference import attention as attention_torch
-from loramux.types.model import PagedLayout  # noqa: E402
+from loramux.types.kv import KVLayout  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 LENGTHS = [1, 16, 17, 47, 64, 90]
 WIDTH = 6
 
 
-def pages_of(storage: Tensor, layout: PagedLayout) -> Tensor:
+def pages_of(storage: Tensor, layout: KVLayout) -> Tensor:
     """A view: [pages, layers, keys and values, tokens, heads, dim]"""
     return storage.view(
         -1, layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim
@@ -32,7 +32,7 @@ def pages_of(storage: Tensor, layout: PagedLayout) -> Tensor:
 
 
 def decode(
-    storage: Tensor, layout: PagedLayout, q: Tensor, args: AttendArgs, atol: float = 2e-5
+    storage: Tensor, layout: KVLayout, q: Tensor, args: AttendArgs, atol: float = 2e-5
 ) -> Tensor:
     pages = torch.randperm(len(LENGTHS) * WIDTH).int().view(-1, WIDTH)
     tokens = pages_of(storage, layout)
@@ -94,7 +94,7 @@ def test_what_was_not_written_does_not_count(  # noqa: PLR0913
     tiles = Tiles(16, 16, 64, 1, 5, 2, num_tiles=num_tiles)
     monkeypatch.setattr(attention_triton, "decode_tiles", lambda *_, **__: tiles)
     torch.manual_seed(3)
-    layout = PagedLayout(2, num_kv_heads, head_dim, block_tokens)
+    layout = KVLayout(2, num_kv_heads, head_dim, block_tokens)
     storage = torch.randn(len(LENGTHS) * WIDTH, 4 * block_tokens * num_kv_heads * head_dim)
     decode(storage, layout, torch.randn(len(LENGTHS), num_heads, head_dim), args)
 
@@ -103,7 +103,7 @@ def test_what_was_not_written_does_not_count(  # noqa: PLR0913
 def test_scores_may_grow_and_shrink_along_a_sequence(growth: float) -> None:
     """By less than what is scaled late, by more, and by more than a float32 has room for."""
     torch.manual_seed(4)
-    layout = PagedLayout(1, 2, 16, 16)
+    layout = KVLayout(1, 2, 16, 16)
     storage = torch.randn(len(LENGTHS) * WIDTH, 2 * 16 * 2 * 16)
     q = torch.randn(len(LENGTHS), 4, 16).abs()
     # All scores of a page grow with its number, whose order in a sequence is any.

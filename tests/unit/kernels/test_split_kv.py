@@ -12,9 +12,9 @@ from loramux.kernels.gpu.attention import split_kv
 from loramux.kernels.gpu.attention.split_kv import Partition
 from loramux.kernels.ops import SequenceRows, StepRows
 from loramux.kernels.reference import split_kv as reference
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
-LAYOUT = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_tokens=4)
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_tokens=4)
 
 
 def covered_tokens(items: torch.Tensor, sequence: int, row: int) -> list[int]:

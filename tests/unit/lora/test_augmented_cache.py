@@ -78,7 +78,8 @@ def test_an_evicted_adapter_frees_its_blocks(world: World) -> None:
     cache = make_augmented_cache(world, 2)
     (b,) = slots_of(world, "b")
     assert cache.place([b]) and cache.num_copies == 1
-    world.directory.remove("b")
+    assert world.directory.remove("b") == b
+    cache.forget(b)
     assert cache.held == {}
     world.directory.add(world.residents["b"])
     (again,) = slots_of(world, "b")

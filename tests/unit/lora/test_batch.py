@@ -35,13 +35,13 @@ def make_batch() -> LoraBatch:
         "c": shelf.adapter("c", {(0, "o"): 1, (1, "q"): 1}),
     }
     selections = [(("a", 1.0),), (), (("b", 0.5), ("c", 2.0))]
-    batch = gather_batch(selections, adapters, LoraStacks(shelf.pool, in_place=False))
+    batch = gather_batch(selections, adapters, LoraStacks(shelf.pages, in_place=False))
     assert batch is not None
     return batch
 
 
 def test_a_step_of_base_rows_has_no_batch() -> None:
-    assert gather_batch([(), ()], {}, LoraStacks(Shelf().pool, in_place=False)) is None
+    assert gather_batch([(), ()], {}, LoraStacks(Shelf().pages, in_place=False)) is None
 
 
 def test_rows_of_one_adapter_are_adjacent_and_base_rows_come_last() -> None:
@@ -134,7 +134,7 @@ def test_every_kept_row_has_its_adapters_and_other_sites_have_all_rows(
     selections = [selection for selection, count in sequences for _ in range(count)]
     rows = draw.draw(st.lists(st.integers(0, len(selections) - 1), unique=True))
     cids = sorted({cid for selection in selections for cid, _ in selection})
-    stacks = LoraStacks(shelf.pool, in_place=False).place(
+    stacks = LoraStacks(shelf.pages, in_place=False).place(
         [shelf.adapter(cid, RANKS[cid]) for cid in cids]
     )
     batch = LoraBatch(stacks)
@@ -181,7 +181,7 @@ def test_the_adapters_of_a_row_are_added_in_one_order_in_every_batch(
     """The rounding of a sum depends on its order."""
     shelf = Shelf()
     adapters = {cid: shelf.adapter(cid, ranks) for cid, ranks in RANKS.items()}
-    stacks = LoraStacks(shelf.pool, in_place=False)
+    stacks = LoraStacks(shelf.pages, in_place=False)
     orders: dict[tuple[Selection, SiteKey], list[str]] = {}
     for selections in batches:
         batch = gather_batch(selections, adapters, stacks)

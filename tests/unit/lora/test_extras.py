@@ -16,12 +16,13 @@ from loramux.lora.extras import ExtrasSource, StepExtras
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.layers import Linear
-from loramux.types.model import FusedLinear, PagedLayout
+from loramux.types.kv import KVLayout
+from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 
 HIDDEN, VOCAB = 24, 50
 QKV = FusedLinear("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (32, 16, 16))
-GEOMETRY = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_tokens=4)
+GEOMETRY = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_tokens=4)
 Parts = dict[ExtraKey, Tensor]
 
 
@@ -29,11 +30,11 @@ class Scene:
     """A pool with resident adapters whose pages are not adjacent."""
 
     def __init__(self) -> None:
-        self.pool = PagePool(
-            num_pages=64, geometry=GEOMETRY, dtype=torch.float32, device=torch.device("cpu")
-        )
+        self.pool = PagePool(64, GEOMETRY.page_bytes, torch.device("cpu"))
         self.adapters: dict[str, ResidentAdapter] = {}
-        self.source = ExtrasSource(self.pool, self.adapters, [QKV], num_layers=2)
+        self.source = ExtrasSource(
+            self.pool.view(torch.float32), self.adapters, [QKV], num_layers=2
+        )
         self._next_page = 63
 
     def add(self, cid: str, parts: Parts, token_ids: tuple[int, ...] = ()) -> None:
@@ -42,7 +43,7 @@ class Scene:
             for key, values in parts.items()
         ]
         empty = DenseLayout(places={}, low_rank_elements=0, key=())
-        layout = empty.with_extras(specs, GEOMETRY.page_elements)
+        layout = empty.with_extras(specs, GEOMETRY.num_elements)
         buffer = torch.full((layout.num_elements,), torch.nan)
         for key, values in parts.items():
             write_extra(layout.extras, buffer, ExtraTensor(key, values))

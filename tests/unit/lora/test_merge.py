@@ -49,7 +49,7 @@ class Quantized(Linear):
 def source_of(engine: Engine) -> MergeSource:
     return MergeSource(
         bases=cpu_runner(engine)._lora.bases,
-        deltas=PageDeltas(engine.residency.resident, cpu_runner(engine)._pool),
+        deltas=cpu_runner(engine).deltas,
     )
 
 
@@ -83,7 +83,7 @@ def shelf_source(shelf: Shelf, *adapters: Any, dtype: torch.dtype = torch.float3
                 parameter.copy_(torch.randn(parameter.shape))
             bases[layer, site.name] = linear
     resident = {adapter.cid: adapter for adapter in adapters}
-    return MergeSource(bases=bases, deltas=PageDeltas(resident, shelf.pool))
+    return MergeSource(bases=bases, deltas=PageDeltas(resident, shelf.pages))
 
 
 def exact_delta(shelf: Shelf, adapter: Any, site: tuple[int, str]) -> Tensor:

@@ -63,11 +63,11 @@ class World:
     def __init__(
         self, *, max_adapters: int = 4, max_blocks: int = 32, is_fp12: bool = False
     ) -> None:
-        self.sites, page_elements, dtype = SITES, PAGE_ELEMENTS, torch.float32
+        self.sites, page_width, dtype = SITES, PAGE_ELEMENTS, torch.float32
         if is_fp12:
-            self.sites, page_elements, dtype = FP12_SITES, FP12_PAGE_ELEMENTS, torch.bfloat16
-        packing = PagedPacking(self.sites, dtype, page_elements, mapped_buffer)
-        self.pool = torch.full((64, page_elements), float("nan"), dtype=dtype)
+            self.sites, page_width, dtype = FP12_SITES, FP12_PAGE_ELEMENTS, torch.bfloat16
+        packing = PagedPacking(self.sites, dtype, page_width * dtype.itemsize, mapped_buffer)
+        self.pool = torch.full((64, page_width), float("nan"), dtype=dtype)
         self.directory = DeviceDirectory(
             self.sites,
             num_layers=NUM_LAYERS,

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from loramux.adapters.packed.dense import plan_dense
 from loramux.lora.stacks import LoraStacks
-from loramux.memory.pool import PagePool
+from loramux.memory.pool import PagePool, PageView
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FusedLinear, PagedLayout
+from loramux.types.kv import KVLayout
+from loramux.types.model import FusedLinear
 
 SITES = (
     FusedLinear(name="qkv", in_features=4, projections=("q", "k", "v"), out_features=(4, 2, 2)),
     FusedLinear(name="o", in_features=4, projections=("o",), out_features=(4,)),
 )
-GEOMETRY = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
+GEOMETRY = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
 both_ways = pytest.mark.parametrize("in_place", [False, True])
 
 
@@ -25,9 +26,8 @@ class Shelf:
     """Adapters in pool pages, each with random weights."""
 
     def __init__(self) -> None:
-        self.pool = PagePool(
-            num_pages=256, geometry=GEOMETRY, dtype=torch.float32, device=torch.device("cpu")
-        )
+        self.pool = PagePool(256, GEOMETRY.page_bytes, torch.device("cpu"))
+        self.pages = self.pool.view(torch.float32)
         self._next_page = 255
         self.buffers: dict[str, torch.Tensor] = {}
 
@@ -36,7 +36,7 @@ class Shelf:
     ) -> ResidentAdapter:
         """Adds an adapter; the same CID again gets the same weights in other pages."""
         layout = plan_dense(SITES, ranks)
-        num_pages = self.pool.pages_for_elements(layout.num_elements)
+        num_pages = self.pages.pages_for(layout.num_elements)
         page_ids = list(range(self._next_page, self._next_page - num_pages, -1))
         if is_one_run:
             page_ids.reverse()
@@ -79,7 +79,7 @@ def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded(in_place:
     shelf = Shelf()
     small = [shelf.adapter(f"s{i}", {(0, "q"): 1, (0, "o"): 3}) for i in range(3)]
     large = shelf.adapter("l", {(0, "q"): 8, (0, "v"): 8, (1, "o"): 2})
-    stacks = LoraStacks(shelf.pool, in_place=in_place)
+    stacks = LoraStacks(shelf.pages, in_place=in_place)
     check(stacks, shelf, [*small, large])
     placed = stacks.place([*small, large])
     assert [len(stack.slots) for stack in placed] == [3, 1]
@@ -92,7 +92,7 @@ def test_stacks_that_no_row_uses_are_freed(in_place: bool) -> None:
     shelf = Shelf()
     first = shelf.adapter("a", {(0, "q"): 4})
     second = shelf.adapter("b", {(0, "o"): 2})
-    stacks = LoraStacks(shelf.pool, in_place=in_place)
+    stacks = LoraStacks(shelf.pages, in_place=in_place)
     stacks.place([first, second])
     both = stacks.num_bytes
     stacks.place([second])
@@ -106,7 +106,7 @@ def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(in_place: boo
     """A new stack means copying all its adapters into memory that must be zeroed first."""
     shelf = Shelf()
     adapters = [shelf.adapter(str(i), {(0, "q"): 2}) for i in range(8)]
-    stacks = LoraStacks(shelf.pool, in_place=in_place)
+    stacks = LoraStacks(shelf.pages, in_place=in_place)
     made = {stacks.place(adapters[: i + 1])[0].storage.data_ptr() for i in range(8)}
     assert len(made) == 1
     check(stacks, shelf, adapters)
@@ -127,7 +127,7 @@ def test_any_sequence_of_batches_leaves_each_slot_with_its_own_weights(
     adapters = [
         shelf.adapter(str(i), ranks[min(1, i % 3)], is_one_run=i % 2 == 0) for i in range(10)
     ]
-    stacks = LoraStacks(shelf.pool, in_place=in_place)
+    stacks = LoraStacks(shelf.pages, in_place=in_place)
     for step in steps:
         check(stacks, shelf, [adapters[i] for i in step])
         num_slots = sum(len(stack.slots) for stack in stacks.place([adapters[i] for i in step]))
@@ -139,15 +139,15 @@ def test_in_place_adapters_that_stay_or_return_soon_are_not_copied_again(
 ) -> None:
     shelf = Shelf()
     adapters = [shelf.adapter(str(i), {(0, "q"): 4}) for i in range(5)]
-    stacks, num_copies = LoraStacks(shelf.pool, in_place=True), 0
-    read = PagePool.read
+    stacks, num_copies = LoraStacks(shelf.pages, in_place=True), 0
+    read = PageView.read
 
-    def count(pool: PagePool, page_ids: list[int], out: torch.Tensor) -> None:
+    def count(pages: PageView, page_ids: list[int], out: torch.Tensor) -> None:
         nonlocal num_copies
         num_copies += 1
-        read(pool, page_ids, out)
+        read(pages, page_ids, out)
 
-    monkeypatch.setattr(PagePool, "read", count)
+    monkeypatch.setattr(PageView, "read", count)
     for members, copies in [([0, 1, 2, 3], 4), ([3], 4), ([3, 1], 4), ([4, 3], 5), ([3, 4, 2], 5)]:
         check(stacks, shelf, [adapters[i] for i in members])
         assert num_copies == copies
@@ -160,10 +160,10 @@ def test_in_place_only_scattered_adapters_are_copied_and_an_adapter_may_move() -
     whole = shelf.adapter("a", ranks, is_one_run=True)
     scattered = shelf.adapter("b", ranks)
     assert (whole.is_contiguous, scattered.is_contiguous) == (True, False)
-    stacks = LoraStacks(shelf.pool, in_place=True)
+    stacks = LoraStacks(shelf.pages, in_place=True)
     check(stacks, shelf, [whole, scattered])
     (stack,) = stacks.place([whole, scattered])
-    assert stack.addresses[stack.slots.index("a")] == shelf.pool.address(whole.page_ids[0])
+    assert stack.addresses[stack.slots.index("a")] == shelf.pages.address(whole.page_ids[0])
     assert stack.copied == ["", "b"]
     # Both were evicted and have come back to other pages.
     moved = [shelf.adapter("a", ranks), shelf.adapter("b", ranks, is_one_run=True)]
@@ -171,4 +171,4 @@ def test_in_place_only_scattered_adapters_are_copied_and_an_adapter_may_move() -
         shelf.pool.clear(adapter.page_ids)
     check(stacks, shelf, moved)
     assert stack.copied == ["a", "b"]
-    assert stack.addresses[1] == shelf.pool.address(moved[1].page_ids[0])
+    assert stack.addresses[1] == shelf.pages.address(moved[1].page_ids[0])

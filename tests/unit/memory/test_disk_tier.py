@@ -21,7 +21,7 @@ def make_tier(folder: Path, num_files: int = 8, dtype: torch.dtype = torch.float
     return DiskTier(
         folder,
         budget_bytes=num_files * FILE_BYTES,
-        packing=DensePacking(SITES, dtype, 16),
+        packing=DensePacking(SITES, dtype, 64),
         policy=LruPolicy(),
         placement=placement,
         costs=CostModel(placement),

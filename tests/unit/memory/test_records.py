@@ -36,7 +36,7 @@ def test_a_record_moves_only_along_the_table() -> None:
 
 
 class Table:
-    """A device table that records its calls, and is full if the test says so."""
+    """An executor's table that records its calls, and is full if the test says so."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -47,13 +47,13 @@ class Table:
             raise DoesNotFit("the table is full")
         self.calls.append((adapter.cid, adapter.page_ids))
 
-    def remove(self, cid: str) -> None:
+    def forget(self, cid: str) -> None:
         self.calls.append(cid)
 
 
-def test_the_device_table_is_updated_when_an_adapter_arrives_and_when_it_leaves() -> None:
+def test_the_table_of_the_executor_is_updated_when_an_adapter_arrives_and_when_it_leaves() -> None:
     table = Table()
-    memory = tiny_memory(num_pages=2, device_table=table)
+    memory = tiny_memory(num_pages=2, table=table)
     memory.bring(A)
     assert table.calls == [(A, [0])]
     assert memory.residency.forget(A)
@@ -63,7 +63,7 @@ def test_the_device_table_is_updated_when_an_adapter_arrives_and_when_it_leaves(
 def test_pages_that_an_in_flight_step_reads_are_fenced_before_a_load() -> None:
     memory = tiny_memory(num_pages=1)
     fenced: list[list[int]] = []
-    memory.pool.fence = fenced.append  # type: ignore[method-assign]
+    memory.rank.fence = fenced.append  # type: ignore[method-assign]
     memory.bring(A)
     assert fenced == []
     memory.pages.step_launched()
@@ -71,10 +71,10 @@ def test_pages_that_an_in_flight_step_reads_are_fenced_before_a_load() -> None:
     assert fenced == [[0]]
 
 
-def test_a_load_fails_if_the_device_table_is_full() -> None:
+def test_a_load_fails_if_the_table_of_the_executor_is_full() -> None:
     table = Table()
     table.is_full = True
-    memory = tiny_memory(num_pages=2, device_table=table)
+    memory = tiny_memory(num_pages=2, table=table)
     memory.residency.add_waiters([A])
     memory.finish_loads()
     with pytest.raises(DoesNotFit, match="table is full"):

@@ -104,7 +104,7 @@ class TierMachine(RuleBasedStateMachine):
             ),
             max_host=max_host,
             policy=policy,
-            device_table=self,
+            table=self,
         )
         disk = self.memory.tiers.disk
         assert isinstance(disk, CountedDisk)
@@ -113,14 +113,14 @@ class TierMachine(RuleBasedStateMachine):
         for cid in warm:
             self.serve(cid)
 
-    # The device table.
+    # The executor's table of adapters.
 
     def add(self, adapter: ResidentAdapter) -> None:
         if adapter.cid in self.refused:
             raise DoesNotFit(f"no row is left for {adapter.cid}")
         self.table.add(adapter.cid)
 
-    def remove(self, cid: str) -> None:
+    def forget(self, cid: str) -> None:
         self.table.remove(cid)
 
     def teardown(self) -> None:
@@ -278,7 +278,7 @@ class TierMachine(RuleBasedStateMachine):
             self.abort(cid)
 
     @rule(cid=adapters)
-    def forget(self, cid: str) -> None:
+    def unregister(self, cid: str) -> None:
         if self.memory.residency.forget(cid):
             assert cid not in self.all_waiters and cid not in self.all_leases
             assert cid not in self.memory.residency and cid not in self.memory.host

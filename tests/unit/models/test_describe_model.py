@@ -13,7 +13,7 @@ from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.default_model import default_model_path
 from loramux.models.folder import describe_model
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 from tests.model_factory import FAMILIES, MODEL_CLASSES, tiny_config
 
 
@@ -28,8 +28,9 @@ def test_shapes_equal_those_of_the_decoder(family: str) -> None:
     info = base_info(config, "tiny")
     decoder = Decoder(config, dtype=torch.float32, device="meta")
     assert info.num_parameters == sum(p.numel() for p in decoder.parameters())
-    geometry = PagedLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=4)
-    assert 4 * info.kv_token_elements == geometry.page_elements
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 4, "bfloat16")
+    assert info.kv_layout(4, "bfloat16") == layout
+    assert 4 * layout.token_bytes == layout.page_bytes
     qkv = next(linear for linear in info.fused_linears if linear.name == "qkv")
     assert sum(qkv.out_features) == config.q_size + 2 * config.kv_size
 

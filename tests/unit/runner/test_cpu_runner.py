@@ -79,11 +79,11 @@ def test_prompt_logprobs_are_those_of_the_next_prompt_tokens(engine: Engine) -> 
 def test_old_page_contents_never_reach_the_next_owner(engine: Engine) -> None:
     piece = make_chunk(0, make_prompt(5, seed=1), 0, [2], ())
     clean = engine.executor.logits(StepPlan((piece,)))[0]
-    cpu_runner(engine)._pool.storage.fill_(float("nan"))
+    cpu_runner(engine).kv_pages.fill_(float("nan"))
     try:
         assert torch.equal(engine.executor.logits(StepPlan((piece,)))[0], clean)
     finally:
-        cpu_runner(engine)._pool.storage.zero_()
+        cpu_runner(engine).kv_pages.zero_()
 
 
 def mixed_steps(selections: list[Selection], last_page: int) -> list[StepPlan]:

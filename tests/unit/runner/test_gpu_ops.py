@@ -223,6 +223,23 @@ def test_adapters_beyond_device_capacity_get_the_tokens_of_the_reference(
     assert cache.num_copies > 4
 
 
+def test_an_adapter_that_leaves_the_device_leaves_the_augmented_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks would be those of the adapter that gets its slot."""
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    folder = make_peft_adapter(tmp_path / "a", model, r=4)
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=2)
+    cid = engine.register_adapter(folder).cid
+    request = make_request("r", make_prompt(3, seed=1), ((cid, 1.0),), max_tokens=5)
+    run_all(engine, [request])
+    assert runner.decode_graphs.lora.augmented is not None
+    cache = runner.decode_graphs.lora.augmented.cache
+    assert len(cache.held) == 1
+    assert engine.forget_adapter(cid)
+    assert cache.held == {} and cid not in runner.directory
+
+
 def test_without_appended_rows_there_are_no_augmented_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

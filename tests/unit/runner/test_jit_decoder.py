@@ -72,7 +72,7 @@ def test_selected_tokens_equal_those_of_a_full_forward_and_all_kv_is_stored(
 ) -> None:
     runner = make_engine(tiny_transformers_model(family), tmp_path).executor
     assert isinstance(runner, CpuRunner) and runner._compiled is not None
-    storage = runner._pool.storage
+    storage = runner.kv_pages
     batch = build_batch(
         [make_chunk(i, make_prompt(20, seed=i), 0, [5 + i, 1 + i], ()) for i in range(2)],
         storage.device,

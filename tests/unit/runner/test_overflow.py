@@ -18,7 +18,7 @@ from loramux.kernels.linear import TILE_DEPTH
 from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.models.layers import Linear
 from loramux.models.packed_linear import PackedLinear, can_pack
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 from loramux.types.request import FinishReason, TokenEvent
 from loramux.types.step import StepPlan
 from tests.adapter_factory import make_peft_adapter
@@ -222,7 +222,7 @@ def test_no_gemm_of_16_bits_reads_past_a_row_with_nan(
 
 
 def test_pages_that_a_sequence_has_not_begun_are_never_read() -> None:
-    layout = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
     storage = torch.full((8, 2 * 2 * 4), torch.nan)
     # The first holds three pages and fills one; the second is longer.
     sequences = [SequenceRows(0, 1, 1, [0, 1, 2]), SequenceRows(1, 1, 5, [3, 4, 5])]
@@ -291,7 +291,7 @@ def test_steps_launched_ahead_of_a_failure_give_no_token(
             events[event.request_id].append(event)
     # From now on the keys of one sequence are NaN.
     pages = next(iter(engine.scheduler.claims().values()))
-    engine.memory.pool.storage[pages] = torch.nan
+    engine.executor.kv_pages[pages] = torch.nan
     for name, more in events_of(engine).items():
         events[name] += more
     *_, end = events["bad"]

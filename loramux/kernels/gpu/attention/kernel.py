@@ -24,9 +24,12 @@ def attend_items(  # noqa: PLR0913
     BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     TWO_PHASES: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     TOKENS: tl.constexpr, DIM: tl.constexpr, REDUCED: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(q K^T * scale) V for the work item's rows, over its tokens."""
+    """out = softmax(q K^T * scale) V for the work item's rows, over its tokens.
+
+    Matrices are multiplied in DTYPE, to which queries, keys and values are converted.
+    """
     item = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     sequence, first_row, num_rows, position, begin, end, num_splits, first_split = load_item(
@@ -41,6 +44,12 @@ def attend_items(  # noqa: PLR0913
     q, positions = _load_q(
         q_ptr, q_stride, first_row, num_rows, position, kv_head, GROUP, HEAD_DIM, ROWS, DIM
     )
+    if DTYPE == "float32":
+        q = q.to(tl.float32)
+    elif DTYPE == "float16":
+        q = q.to(tl.float16)
+    else:
+        q = q.to(tl.bfloat16)
     if not CAUSAL and WINDOW == 0:
         acc, row_max, row_sum = _attend_unmasked(
             q, num_rows, keys_ptr, pages_ptr, page_stride, begin, end, scale, softcap, KV_HEADS,

@@ -82,11 +82,11 @@ def update_unmasked(  # noqa: PLR0913
         row_max = new_max
     weights = tl.exp2(scores * factor - row_max[:, None])
     sums += weights
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
     if TILES == 2:
         weights = tl.exp2(next_scores * factor - row_max[:, None])
         sums += weights
-        acc = tl.dot(weights.to(v.dtype), next_v, acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), next_v.to(q.dtype), acc, input_precision=PRECISION)
     return acc, row_max, sums
 
 
@@ -145,11 +145,11 @@ def update(  # noqa: PLR0913
     rescale = tl.exp2(row_max - shift)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     acc = acc * rescale[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
     if TILES == 2:
         weights = tl.exp2(next_scores * factor - shift[:, None])
         row_sum += tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), next_v, acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), next_v.to(q.dtype), acc, input_precision=PRECISION)
     return acc, new_max, row_sum
 
 
@@ -218,7 +218,7 @@ def _scores(  # noqa: PLR0913
     PRECISION: tl.constexpr,
 ):
     """q k^T, and the factor that turns it into exponents of 2."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
     factor = scale * LOG2_E
     if HAS_SOFTCAP:
         scores = apply_softcap(scores, scale, softcap)

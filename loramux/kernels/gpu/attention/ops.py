@@ -17,7 +17,7 @@ from loramux.kernels.gpu.attention.split_kv import Partition, partition_sequence
 from loramux.kernels.gpu.pdl import num_sms, pdl_options, supports_tma
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import AttendArgs, SequenceRows, StepRows, kv_slots
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 # A step with more prefills may have more work items than a graph has room for.
 _MAX_PREFILLS = 64
@@ -33,6 +33,7 @@ _DECODE_TILES = (
     (_TMA_CTAS_PER_SM, 2, 5, 4),
 )
 _MANY_DECODE_TILES = (1, 5, 6)
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    layout: PagedLayout
+    layout: KVLayout
     page_table: Tensor
     """[sequences, pages] int32"""
     slots: Tensor
@@ -126,16 +127,27 @@ class Plan:
 
     def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
         """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+        dtype = attention_dtype(q.dtype, storage.dtype)
         if args.sliding_window not in self.work:
-            self.work[args.sliding_window] = _make_work(self, q, args.sliding_window)
+            self.work[args.sliding_window] = _make_work(self, q, dtype, args.sliding_window)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         for work in self.work[args.sliding_window]:
-            launch = _launch_decode_tma if _uses_tma(self, work, q) else _launch
-            launch(storage, self, work, q, args, out)
+            if _uses_tma(self, work, q, storage):
+                _launch_decode_tma(storage, self, work, q, args, out)
+            else:
+                _launch(storage, self, work, q, dtype, args, out)
         return out
 
 
-def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
+def attention_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
+    """The dtype in which queries are multiplied with keys, and weights with values.
+
+    Of two 16-bit dtypes it is that of the cache: converted queries are as exact as they were.
+    """
+    return torch.float32 if torch.float32 in (queries, keys) else keys
+
+
+def plan(sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device) -> Plan:
     slots = kv_slots(sequences, layout.block_tokens)
     # Rounded up, so that Triton does not specialise the kernel for every width.
     width = _round_up(max(len(sequence.page_ids) for sequence in sequences), 16)
@@ -150,13 +162,14 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
 
 def plan_decodes(
     page_table: Tensor,
-    layout: PagedLayout,
+    layout: KVLayout,
     q: Tensor,
     windows: Iterable[int | None] = (None,),
 ) -> Plan:
     """A plan of fixed shape for a CUDA graph: one row per sequence; `partition` fills it.
 
-    page_table [sequences, pages] int32   q: any tensor of the queries' shape and dtype
+    page_table [sequences, pages] int32   q: any tensor of the queries' shape, in the dtype of
+    `attention_dtype`
     """
     num_sequences, device = page_table.shape[0], page_table.device
     group, num_programs = q.shape[1] // layout.num_kv_heads, num_sequences * layout.num_kv_heads
@@ -177,7 +190,7 @@ def plan_steps(
     page_table: Tensor,
     slots: Tensor,
     q: Tensor,
-    layout: PagedLayout,
+    layout: KVLayout,
     items: Mapping[int | None, Sequence[Tensor]],
 ) -> Plan:
     """A plan of fixed shape for a CUDA graph of any step; `partition_steps` makes the items.
@@ -192,7 +205,7 @@ def plan_steps(
     return Plan(layout=layout, page_table=page_table, slots=slots, work=work)
 
 
-def max_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout) -> list[int]:
+def max_items(num_rows: int, num_sequences: int, q: Tensor, layout: KVLayout) -> list[int]:
     """Most work items of each tile shape that partition_steps makes for such a step.
 
     A step with very many prefills may have more.
@@ -205,7 +218,7 @@ def max_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout)
 
 
 def partition_steps(
-    rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout
+    rows: StepRows, window: int | None, q: Tensor, layout: KVLayout
 ) -> list[Tensor]:
     """[items, 8] int32 on the CPU: work items of sequences with many rows, and with few."""
     group = q.shape[1] // layout.num_kv_heads
@@ -219,7 +232,13 @@ def partition_steps(
 
 
 def _launch(  # noqa: PLR0913
-    storage: Tensor, plan: Plan, work: Work, q: Tensor, args: AttendArgs, out: Tensor
+    storage: Tensor,
+    plan: Plan,
+    work: Work,
+    q: Tensor,
+    dtype: torch.dtype,
+    args: AttendArgs,
+    out: Tensor,
 ) -> None:
     layout, tiles = plan.layout, work.tiles
     attend_items[(work.items.shape[0] * layout.num_kv_heads,)](
@@ -250,14 +269,15 @@ def _launch(  # noqa: PLR0913
         TOKENS=tiles.tokens,
         DIM=triton.next_power_of_2(layout.head_dim),
         REDUCED=tiles.num_warps * tiles.reduced_per_warp,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        DTYPE=_NAMES[dtype],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **pdl_options(q.device.type),
     )
 
 
-def _uses_tma(plan: Plan, work: Work, q: Tensor) -> bool:
+def _uses_tma(plan: Plan, work: Work, q: Tensor, storage: Tensor) -> bool:
     """Whether decodes fill the device and fit the TMA kernel."""
     layout, device_type = plan.layout, q.device.type
     least = _TMA_CTAS_PER_SM * num_sms(device_type)
@@ -265,6 +285,8 @@ def _uses_tma(plan: Plan, work: Work, q: Tensor) -> bool:
         not (plan.is_causal or work.window)
         and len(plan.page_table) * layout.num_kv_heads > least
         and q.dtype != torch.float32
+        and q.dtype == storage.dtype
+        and storage.shape[1] == layout.num_elements
         and q.shape[1] <= decode_tma.MAX_ROWS.value * layout.num_kv_heads
         and layout.head_dim in (64, 128)
         and layout.block_tokens == decode_tma.TOKENS.value
@@ -306,7 +328,7 @@ def _launch_decode_tma(  # noqa: PLR0913
 
 
 def decode_tiles(
-    group: int, layout: PagedLayout, dtype: torch.dtype, *, ctas_per_sm: float = math.inf
+    group: int, layout: KVLayout, dtype: torch.dtype, *, ctas_per_sm: float = math.inf
 ) -> Tiles:
     """For sequences with few rows. ctas_per_sm: if no span were split"""
     rows = max(16, triton.next_power_of_2(group))
@@ -328,17 +350,18 @@ def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True, min_split_tokens=512)
 
 
-def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+def step_tiles(group: int, layout: KVLayout, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
     """For sequences with many rows, and for those whose rows fit one decode tile."""
     # One shape for every step: each shape is a kernel to compile.
     few = decode_tiles(group, layout, dtype)
     return prefill_tiles(group, layout.head_dim, dtype), few
 
 
-def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
+def _make_work(plan: Plan, q: Tensor, dtype: torch.dtype, window: int | None) -> tuple[Work, ...]:
     layout = plan.layout
-    tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, q.dtype)
-    kinds = partition_steps(StepRows.of(plan.sequences), window, q, layout)
+    tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, dtype)
+    like = q if q.dtype == dtype else q.new_empty(1, *q.shape[1:], dtype=dtype)
+    kinds = partition_steps(StepRows.of(plan.sequences), window, like, layout)
     return tuple(
         _work(send(items, q.device), kind, layout, window)
         for items, kind in zip(kinds, tiles, strict=True)
@@ -347,7 +370,7 @@ def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
 
 
 def _partition(
-    tiles: Tiles, layout: PagedLayout, device: torch.device, window: int | None, group: int
+    tiles: Tiles, layout: KVLayout, device: torch.device, window: int | None, group: int
 ) -> Partition:
     return Partition(
         rows=tiles.rows // group,
@@ -358,12 +381,12 @@ def _partition(
     )
 
 
-def _target_splits(tiles: Tiles, layout: PagedLayout, device: torch.device) -> int:
+def _target_splits(tiles: Tiles, layout: KVLayout, device: torch.device) -> int:
     programs = num_sms(device.type) * tiles.splits_per_sm
     return max(1, programs // layout.num_kv_heads)
 
 
-def _work(items: Tensor, tiles: Tiles, layout: PagedLayout, window: int | None) -> Work:
+def _work(items: Tensor, tiles: Tiles, layout: KVLayout, window: int | None) -> Work:
     num_slots = items.shape[0] * layout.num_kv_heads * tiles.rows
     return Work(
         items=items,

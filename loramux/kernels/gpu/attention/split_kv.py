@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
 from loramux.kernels.ops import StepRows
-from loramux.types.model import PagedLayout
+from loramux.types.kv import KVLayout
 
 Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
@@ -117,7 +117,7 @@ def partition_decodes(
 
 
 def last_slots(
-    num_tokens: Tensor, page_table: Tensor, layout: PagedLayout, out: Tensor | None = None
+    num_tokens: Tensor, page_table: Tensor, layout: KVLayout, out: Tensor | None = None
 ) -> Tensor:
     """KV slot of each sequence's last token, -1 for padding: [sequences] int32.
 
