@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loramux.types.model import BaseModelInfo, Projection
+from loramux.types.model import BaseModelInfo
+from tests.linear_specs import specs_of
 
 BASE_NAME = "tiny-llama"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -47,7 +48,7 @@ def tiny_base_info(config: Any, name: str = BASE_NAME) -> BaseModelInfo:
         name=name,
         architecture="LlamaForCausalLM",
         num_layers=config.num_hidden_layers,
-        projections=tuple(Projection(name, *shape) for name, shape in shapes.items()),
+        linears=specs_of(shapes),
         num_kv_heads=1,
         head_dim=shapes["k_proj"][1],
         vocab_size=512,

@@ -75,7 +75,7 @@ def effective_model(base: TransformersBase, made: AdapterParts, specs: Iterable[
     changed = TransformersBase(copy.deepcopy(base.model), base.info)
     parts = {extra.key: extra.values.float() for extra in made.extras}
     token_ids = {spec.module: list(spec.token_ids) for spec in specs if spec.token_ids}
-    for fused in base.info.fused_linears:
+    for fused in base.info.linears:
         starts = itertools.accumulate((0, *fused.out_features))
         for (projection, width), start in zip(
             zip(fused.projections, fused.out_features, strict=True), starts, strict=False

@@ -25,17 +25,17 @@ from loramux.kernels.reference import extras as reference
 from loramux.lora.device_extras import DeviceExtras
 from loramux.lora.extras_step import ExtrasStep, ExtrasWork, graph_limits
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FusedLinear
+from loramux.types.model import ATTENTION_BLOCK, LinearSpec
 from loramux.types.request import Selection
 
 HIDDEN, INNER, VOCAB = 48, 72, 150
 NUM_LAYERS = 2
 PAGE_ELEMENTS = 1536
 SITES = (
-    FusedLinear("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (80, 16, 16)),
-    FusedLinear("o", 80, ("o_proj",), (HIDDEN,)),
-    FusedLinear("gate_up", HIDDEN, ("gate_proj", "up_proj"), (INNER, INNER)),
-    FusedLinear("down", INNER, ("down_proj",), (HIDDEN,)),
+    LinearSpec("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (80, 16, 16), ATTENTION_BLOCK),
+    LinearSpec("o", 80, ("o_proj",), (HIDDEN,), ATTENTION_BLOCK),
+    LinearSpec("gate_up", HIDDEN, ("gate_proj", "up_proj"), (INNER, INNER)),
+    LinearSpec("down", INNER, ("down_proj",), (HIDDEN,)),
 )
 GAIN, BIAS, WEIGHT, ROWS = ExtraKind.GAIN, ExtraKind.BIAS, ExtraKind.WEIGHT, ExtraKind.ROWS
 LOW_RANK_A, LOW_RANK_B = ExtraKind.LOW_RANK_A, ExtraKind.LOW_RANK_B
@@ -92,7 +92,7 @@ class ExtrasWorld:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     specs: dict[str, list[ExtraSpec]] = field(default_factory=lambda: dict(ADAPTERS))
     page_width: int = PAGE_ELEMENTS
-    sites: Sequence[FusedLinear] = SITES
+    sites: Sequence[LinearSpec] = SITES
     num_layers: int = NUM_LAYERS
     vocab_size: int = VOCAB
     num_sms: int = 3
@@ -107,6 +107,7 @@ class ExtrasWorld:
         pool = torch.full((num_pages, self.page_width), float("nan"), dtype=self.dtype)
         pages = torch.randperm(num_pages, generator=generator).tolist()
         self.directory = DeviceExtras(
+            self.sites,
             num_layers=self.num_layers,
             vocab_size=self.vocab_size,
             num_pages=num_pages,

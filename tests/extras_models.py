@@ -22,7 +22,8 @@ from loramux.adapters.packed.writers import write_extra
 from loramux.adapters.peft.parts import ExtraTensor, LoraModule
 from loramux.engine.engine import Engine
 from loramux.types.adapter import AdapterCard
-from loramux.types.model import LINEARS, PROJECTION_PLACES, BaseModelInfo
+from loramux.types.model import BaseModelInfo
+from tests.linear_specs import PROJECTIONS_OF
 
 _RANK = 3
 GAIN, BIAS, WEIGHT, ROWS = ExtraKind.GAIN, ExtraKind.BIAS, ExtraKind.WEIGHT, ExtraKind.ROWS
@@ -44,7 +45,8 @@ def linears_of(model: Any) -> list[dict[str, Any]]:
         {
             name: getattr(block, name)
             for block in (layer.self_attn, layer.mlp)
-            for name in PROJECTION_PLACES
+            for names in PROJECTIONS_OF.values()
+            for name in names
             if hasattr(block, name)
         }
         for layer in model.model.layers
@@ -60,7 +62,7 @@ def random_adapters(base: BaseModelInfo, *, std: float = 0.3) -> dict[str, Adapt
 
     shapes = {one.name: (one.in_features, one.out_features) for one in base.projections}
     vocab, hidden, last = base.vocab_size, base.hidden_size, base.num_layers - 1
-    widths = {site.name: sum(site.out_features) for site in base.fused_linears}
+    widths = {site.name: sum(site.out_features) for site in base.linears}
     vectors = {
         (last, site, kind): noise(1, w) for site, w in widths.items() for kind in (GAIN, BIAS)
     }
@@ -134,9 +136,9 @@ def merged_model(model: Any, parts: Sequence[tuple[Adapter, float]]) -> Any:
     embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone())
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     for layer, linears in enumerate(linears_of(model)):
-        for site in LINEARS:
+        for site, names in PROJECTIONS_OF.items():
             start = 0
-            for name in (name for name in linears if PROJECTION_PLACES[name][0] == site):
+            for name in (name for name in linears if name in names):
                 columns = slice(start, start + linears[name].out_features)
                 start = columns.stop
                 _merge(linears[name], parts, (layer, site), (layer, name), columns)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loramux.adapters.packed.dense import ATTENTION_SITES
 from loramux.adapters.packed.fp12 import pack_fp12
 from loramux.adapters.packed.paged import RankBlockLayout, plan_rank_blocks, tabulate
 from loramux.kernels.gpu.lora.tables import LaunchShape, LoraTables, make_tables
@@ -23,22 +22,23 @@ from loramux.kernels.gpu.lora.work_list import (
 from loramux.kernels.reference import lora_segmented
 from loramux.kernels.reference.fp12 import unpack_fp12
 from loramux.lora.graph_lora import LoraMode, LoraPath
-from loramux.types.model import FusedLinear
+from loramux.types.model import ATTENTION_BLOCK, LinearSpec
+from tests.linear_specs import ATTENTION_SITES
 
 Selection = Sequence[tuple[int, float]]
 
 NUM_LAYERS = 2
 PAGE_ELEMENTS = 1536
 SITES = (
-    FusedLinear("qkv", 48, ("q_proj", "k_proj", "v_proj"), (80, 16, 16)),
-    FusedLinear("o", 80, ("o_proj",), (48,)),
-    FusedLinear("gate_up", 48, ("gate_proj", "up_proj"), (72, 72)),
+    LinearSpec("qkv", 48, ("q_proj", "k_proj", "v_proj"), (80, 16, 16), ATTENTION_BLOCK),
+    LinearSpec("o", 80, ("o_proj",), (48,), ATTENTION_BLOCK),
+    LinearSpec("gate_up", 48, ("gate_proj", "up_proj"), (72, 72)),
 )
 # Sites that fp12 supports: columns in blocks of 128, and pages for 16 ranks.
 FP12_SITES = (
-    FusedLinear("qkv", 640, ("q_proj", "k_proj", "v_proj"), (80, 16, 16)),
-    FusedLinear("o", 128, ("o_proj",), (48,)),
-    FusedLinear("gate_up", 1152, ("gate_proj", "up_proj"), (72, 72)),
+    LinearSpec("qkv", 640, ("q_proj", "k_proj", "v_proj"), (80, 16, 16), ATTENTION_BLOCK),
+    LinearSpec("o", 128, ("o_proj",), (48,), ATTENTION_BLOCK),
+    LinearSpec("gate_up", 1152, ("gate_proj", "up_proj"), (72, 72)),
 )
 FP12_PAGE_ELEMENTS = 1 << 14
 PROJECTIONS = tuple(name for site in SITES for name in site.projections)
@@ -63,7 +63,7 @@ class LoraWorld:
     directory: Tensor
     index: RankBlockDirectory
     tables: LoraTables
-    sites: tuple[FusedLinear, ...]
+    sites: tuple[LinearSpec, ...]
     weights: list[dict[tuple[int, str], tuple[Tensor, Tensor]]]
 
     def plan(self, rows: Sequence[Selection]) -> None:
@@ -106,7 +106,7 @@ def random_rows(
     site: int,
     *,
     dtype: torch.dtype = torch.float32,
-    sites: Sequence[FusedLinear] = SITES,
+    sites: Sequence[LinearSpec] = SITES,
 ) -> tuple[Tensor, Tensor]:
     """x [rows, in] and y [rows, out]"""
     generator = torch.Generator().manual_seed(num_rows)
@@ -185,7 +185,7 @@ def _fill(
     pool: Tensor,
     layout: RankBlockLayout,
     page_ids: Sequence[int],
-    sites: Sequence[FusedLinear],
+    sites: Sequence[LinearSpec],
     generator: torch.Generator,
 ) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
     """Random A [rank, in] and B [rank, out] in their places."""

@@ -30,9 +30,9 @@ from loramux.memory.residency import AdapterResidency, LowerTiers
 from loramux.runner.rank_memory import RankMemory
 from loramux.types.adapter import AdapterCard
 from loramux.types.kv import KVLayout
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
-SITES = (FusedLinear(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
+SITES = (LinearSpec(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
 # One rank of an adapter is one page: 16 elements of float32.
 PAGE_ELEMENTS = 16
 RANK_BYTES = 4 * PAGE_ELEMENTS

@@ -12,7 +12,7 @@ from loramux.adapters.packed.packing import DensePacking, Packing
 from loramux.adapters.packed.paged import RankBlockLayout
 from loramux.adapters.packed.writers import RankBlockWriter, check_range, write_extra
 from loramux.adapters.peft.parts import ExtraTensor
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
 PAGE_ELEMENTS = 4096
 
@@ -37,7 +37,7 @@ def spec_of(part: ExtraTensor, token_ids: tuple[int, ...] = ()) -> ExtraSpec:
     return ExtraSpec(layer, module, kind, num_rows, width, token_ids)
 
 
-def pack_dense(adapter: Any, sites: tuple[FusedLinear, ...], dtype: torch.dtype) -> AdapterImage:
+def pack_dense(adapter: Any, sites: tuple[LinearSpec, ...], dtype: torch.dtype) -> AdapterImage:
     return pack_image(adapter, DensePacking(sites, dtype, PAGE_ELEMENTS * dtype.itemsize))
 
 

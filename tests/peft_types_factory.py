@@ -126,7 +126,7 @@ def change_linear(
     extras: Mapping[Any, torch.Tensor],
     low: Mapping[tuple[int, str], Any],
 ) -> None:
-    fused = next(fused for fused in base.fused_linears if projection in fused.projections)
+    fused = next(fused for fused in base.linears if projection in fused.projections)
     index = fused.projections.index(projection)
     start = sum(fused.out_features[:index])
     columns = slice(start, start + fused.out_features[index])

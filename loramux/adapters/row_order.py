@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loramux.adapters.packed.extras import ExtraKind
 from loramux.adapters.peft.parts import AdapterParts, ExtraTensor, LoraModule
-from loramux.types.model import BaseModelInfo, FusedLinear
+from loramux.types.model import BaseModelInfo, LinearSpec
 
 
 def in_engine_order(parts: AdapterParts, base: BaseModelInfo) -> AdapterParts:
@@ -14,19 +14,20 @@ def in_engine_order(parts: AdapterParts, base: BaseModelInfo) -> AdapterParts:
     maps = {p.name: p.row_map.rows(p.out_features) for p in base.projections if p.row_map}
     if not maps:
         return parts
-    columns = {linear.name: _columns(linear, maps) for linear in base.fused_linears}
+    columns = {linear.name: _columns(linear, maps) for linear in base.linears}
     return AdapterParts(
         modules=tuple(_reorder_module(module, maps) for module in parts.modules),
         extras=tuple(_reorder_extra(extra, maps, columns) for extra in parts.extras),
     )
 
 
-def _columns(linear: FusedLinear, maps: dict[str, list[int]]) -> list[int]:
-    """Return the order of a fused linear's outputs."""
-    order: list[int] = []
-    for projection, width in zip(linear.projections, linear.out_features, strict=True):
-        order += [len(order) + row for row in maps.get(projection, range(width))]
-    return order
+def _columns(linear: LinearSpec, maps: dict[str, list[int]]) -> list[int]:
+    """Return the order of a linear's outputs."""
+    return [
+        member.start + row
+        for member in linear.members
+        for row in maps.get(member.name, range(member.out_features))
+    ]
 
 
 def _reorder_module(module: LoraModule, maps: dict[str, list[int]]) -> LoraModule:

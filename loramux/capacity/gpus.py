@@ -90,17 +90,14 @@ def plan_gpu_memory(
 
 def augmented_bytes(base: PlannedBase, num_ranks: int) -> int:
     """Returns the size of the rows behind the base weights, `num_ranks` for every projection."""
-    per_rank = sum(
-        linear.in_features * len(linear.projections) for linear in base.shapes.fused_linears
-    )
+    per_rank = sum(linear.in_features * len(linear.projections) for linear in base.shapes.linears)
     return num_ranks * per_rank * base.shapes.num_layers * base.element_bytes
 
 
 def working_bytes(base: PlannedBase, settings: GpuSettings) -> int:
     """Estimates context, workspaces, logits, and activations of the largest step and its graphs."""
-    linears = {linear.name: linear for linear in base.shapes.fused_linears}
-    hidden = linears["qkv"].in_features
-    widest = max(linear.in_features + sum(linear.out_features) for linear in linears.values())
+    linears, hidden = base.shapes.linears, base.shapes.hidden_size
+    widest = max(linear.in_features + linear.num_outputs for linear in linears)
     # Residual, norm and output of a linear, and the input and output of the widest linear.
     step_elements = 3 * hidden + widest
     logits = _LOGITS_COPIES * settings.max_sequences * base.shapes.vocab_size

@@ -40,7 +40,7 @@ def plan_layout(
 
     Raises DoesNotFit for a part whose rows are larger than a page.
     """
-    sites = base.shapes.fused_linears
+    sites = base.shapes.linears
     if base.packing == "dense":
         return plan_dense(sites, dict(ranks)).with_extras(extras, base.page_width)
     is_fp12 = uses_fp12((site.in_features for site in sites), base.dtype, base.page_width)

@@ -16,19 +16,9 @@ from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.adapters.packed.paged import page_bytes_of
 from loramux.errors import InvalidRequest, suggest
 from loramux.types.kv import DTYPE_BYTES, KVLayout
-from loramux.types.model import PROJECTION_PLACES, BaseModelInfo, PackingKind
+from loramux.types.model import MLP_BLOCK, BaseModelInfo, PackingKind
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-PROJECTIONS = tuple(PROJECTION_PLACES)
-_ATTENTION = ("qkv", "o")
-TARGET_GROUPS: dict[str, tuple[str, ...]] = {
-    "all": PROJECTIONS,
-    "all-linear": PROJECTIONS,
-    "attention": tuple(n for n, (linear, _) in PROJECTION_PLACES.items() if linear in _ATTENTION),
-    "mlp": tuple(n for n, (linear, _) in PROJECTION_PLACES.items() if linear not in _ATTENTION),
-    **{name.removesuffix("_proj"): (name,) for name in PROJECTIONS},
-    **{name: (name,) for name in PROJECTIONS},
-}
 MAX_ADAPTERS = 100_000
 MAX_RANK = 65_536
 MAX_ZIPF = 10.0
@@ -165,18 +155,28 @@ class Budgets:
         _require(0 < fraction <= 1, "adapter_memory_fraction", "in (0, 1]", fraction)
 
 
-def parse_targets(names: Sequence[str]) -> tuple[str, ...]:
+def parse_targets(names: Sequence[str], base: BaseModelInfo) -> tuple[str, ...]:
     """Expands names such as q, v_proj, attention, mlp or all to projections, in layer order."""
+    known = [projection.name for projection in base.projections]
+    of_mlp = {n for linear in base.linears if linear.block == MLP_BLOCK for n in linear.projections}
+    groups = {
+        "all": known,
+        "all-linear": known,
+        "attention": [name for name in known if name not in of_mlp],
+        "mlp": [name for name in known if name in of_mlp],
+        **{name.removesuffix("_proj"): [name] for name in known},
+        **{name: [name] for name in known},
+    }
     wanted: set[str] = set()
     for name in names:
-        if name not in TARGET_GROUPS:
+        if name not in groups:
             raise InvalidRequest(
-                f"There is no target {name!r}. {suggest(name, list(TARGET_GROUPS))}",
+                f"The base {base.name} has no target {name!r}. {suggest(name, list(groups))}",
                 param="targets",
             )
-        wanted.update(TARGET_GROUPS[name])
+        wanted.update(groups[name])
     _require(bool(wanted), "targets", "q,k,v,o or other projections", list(names))
-    return tuple(name for name in PROJECTIONS if name in wanted)
+    return tuple(name for name in known if name in wanted)
 
 
 def parse_dtype(name: str, param: str = "dtype") -> str:

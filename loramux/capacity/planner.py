@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -36,8 +36,7 @@ from loramux.capacity.plan import (
     Tier,
     TierPlan,
 )
-from loramux.errors import InvalidRequest
-from loramux.types.model import PROJECTION_PLACES, FusedLinear
+from loramux.types.model import LinearSpec
 
 MAX_EXACT_RANK = 256
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -48,8 +47,7 @@ PRECISION = 1e-9
 def plan_memory(
     base: PlannedBase, fleet: Fleet, budgets: Budgets, *, gpu: GpuMemory | UnsetType = UNSET
 ) -> MemoryPlan:
-    """Plans the tiers for a fleet of adapters; raises InvalidRequest for unknown targets."""
-    fleet = replace(fleet, targets=_targets_of(base, fleet.targets))
+    """Plans the tiers for a fleet of adapters."""
     num_pages = budgets.device_bytes // base.page_bytes
     kv_tokens = _reserved_tokens(base, budgets, num_pages)
     by_member = _sizes(base, fleet)
@@ -219,23 +217,8 @@ def _count(fleet: Fleet, members: Sequence[object], member: object) -> int:
     return rounds * members.count(member) + members[:rest].count(member)
 
 
-def _targets_of(base: PlannedBase, targets: Sequence[str]) -> tuple[str, ...]:
-    """Returns the targets that the base has.
-
-    Groups name the projections of all families, such as q_proj and qkv_proj, of which a base has
-    one. Raises InvalidRequest for a target whose linear none of the others reaches.
-    """
-    known = {projection.name for projection in base.shapes.projections}
-    found = tuple(target for target in targets if target in known)
-    reached = {PROJECTION_PLACES[target][0] for target in found}
-    for target in targets:
-        if target not in known and PROJECTION_PLACES[target][0] not in reached:
-            raise InvalidRequest(f"The base {base.name} has no {target}.", param="targets")
-    return found
-
-
 def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
-    sites = base.shapes.fused_linears
+    sites = base.shapes.linears
     if base.packing == "paged":
         num_elements = _paged_elements(base, sites, fleet, rank)
     else:
@@ -254,7 +237,7 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
 
 
 def _paged_elements(
-    base: PlannedBase, sites: tuple[FusedLinear, ...], fleet: Fleet, rank: int
+    base: PlannedBase, sites: tuple[LinearSpec, ...], fleet: Fleet, rank: int
 ) -> int:
     """Returns the size of an adapter in rank blocks.
 
@@ -275,7 +258,7 @@ def _paged_elements(
 
 @lru_cache(maxsize=4 * MAX_EXACT_RANK)
 def _rank_block_elements(
-    sites: tuple[FusedLinear, ...],
+    sites: tuple[LinearSpec, ...],
     num_layers: int,
     targets: tuple[str, ...],
     rank: int,

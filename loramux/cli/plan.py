@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_RANK = "16"
-DEFAULT_TARGETS = "q,k,v,o"
+DEFAULT_TARGETS = "attention"
 
 
 def show_plan(plan: MemoryPlan, console: Console, *, warnings: Iterable[str] = ()) -> None:
@@ -164,7 +164,7 @@ RankFlag = Annotated[
 TargetsFlag = Annotated[
     str | None,
     typer.Option(
-        help="Target modules: q,k,v,o, attention, mlp, all, or any projections. Default: q,k,v,o.",
+        help="Target modules: q,k,v,o, attention (default), mlp, all, or any projections.",
         show_default=False,
     ),
 ]
@@ -326,27 +326,34 @@ def make_plan(arguments: PlanArguments) -> tuple[MemoryPlan, list[str]]:
 
     if not arguments.folders:
         # A wrong flag is refused before a model is fetched.
-        planned_fleet(arguments, ())
+        planned_ranks(arguments)
     device = planned_device(arguments)
     base = planned_base(arguments, device.config)
     measured = measure_folders(arguments, base)
-    fleet = planned_fleet(arguments, measured)
+    fleet = planned_fleet(arguments, measured, base)
     gpu = gpu_memory(arguments, base, device)
     plan = plan_memory(base, fleet, budgets(arguments, base, device, gpu), gpu=gpu or msgspec.UNSET)
     distinct = dict.fromkeys(measured)
     return plan, [text for one in distinct for text in full_module_warnings(base, one)]
 
 
-def planned_fleet(arguments: PlanArguments, measured: tuple[MeasuredAdapter, ...]) -> Fleet:
+def planned_ranks(arguments: PlanArguments) -> tuple[int, ...]:
+    return parse_ranks(DEFAULT_RANK if arguments.rank is None else arguments.rank)
+
+
+def planned_fleet(
+    arguments: PlanArguments, measured: tuple[MeasuredAdapter, ...], base: PlannedBase
+) -> Fleet:
     from loramux.capacity.plan import Fleet, parse_targets
 
     if measured:
         return Fleet(num_adapters=arguments.adapters, measured=measured, zipf=arguments.zipf)
     targets = DEFAULT_TARGETS if arguments.targets is None else arguments.targets
+    names = [name.strip() for name in targets.split(",") if name.strip()]
     return Fleet(
         num_adapters=arguments.adapters,
-        ranks=parse_ranks(DEFAULT_RANK if arguments.rank is None else arguments.rank),
-        targets=parse_targets([name.strip() for name in targets.split(",") if name.strip()]),
+        ranks=planned_ranks(arguments),
+        targets=parse_targets(names, base.shapes),
         zipf=arguments.zipf,
     )
 

@@ -104,7 +104,6 @@ VLLM_FLAGS: dict[str, Fate] = {
     "--generation-config": Only(("vllm",)),
     "--trust-remote-code": Refused("This server runs no code of a model: leave the flag out."),
     "--tokenizer": Refused("The tokenizer is the model's own: put its files into the folder."),
-    "--quantization": Refused("The format of the weights is read from the model: leave it out."),
     "--revision": Refused("Write the revision into the model: --model org/name@revision."),
     "--seed": Refused("Send seed in each request."),
     "--return-tokens-as-token-ids": Refused("Send return_tokens_as_token_ids in each request."),

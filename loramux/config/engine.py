@@ -26,6 +26,7 @@ EVICTIONS: tuple[EvictionName, ...] = ("cost", "lru")
 SCHEDULES = ("fair", "fcfs")
 MERGES = ("off", "auto")
 POOLINGS = ("auto", "last", "mean")
+QUANTIZATIONS = ("none", "int8")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 Auto = Literal["auto"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -95,6 +96,15 @@ class EngineConfig:
         "that of the weights.",
         metavar="TYPE",
         limit=one_of(*DTYPES),
+    )
+    quantization: str = setting(
+        "none",
+        Kind.TEXT,
+        MODEL,
+        "Format that the weights of the layers are kept in. Valid values: "
+        f"{', '.join(QUANTIZATIONS)}; int8: a byte per weight and a scale per output row.",
+        metavar="FORMAT",
+        limit=one_of(*QUANTIZATIONS),
     )
     original: str | None = setting(
         None,

@@ -17,7 +17,7 @@ from loramux.adapters.peft.refusals import RefusalCode
 from loramux.diffusion.adapter import ImageAdapter, Kronecker, LowRank, ModuleDelta
 from loramux.diffusion.targets import Target
 from loramux.errors import AdapterRefused
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
 PAGE_BYTES = 64 * 2**10
 _NO_LAYER = 0
@@ -56,7 +56,7 @@ class ImagePacking:
             for path, module in modules.items()
         }
         linears = tuple(
-            FusedLinear(
+            LinearSpec(
                 name=name,
                 in_features=math.prod(site.a_shape),
                 projections=(name,),

@@ -34,7 +34,7 @@ from loramux.models.base_weights import DecoderWeights
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.folded_scales import find_folded_scales
-from loramux.models.loader import LoadedModel, load_model
+from loramux.models.loader import LoadedModel, LoadOptions, load_model
 from loramux.models.locate import locate_model
 from loramux.models.packed_linear import pack_linears
 from loramux.models.pooling import read_pooling
@@ -77,7 +77,7 @@ def load_base(
         device=config.device,
         progress=progress,
         before_reading=partial(_augment, config=config) if is_on_gpu else None,
-        max_model_len=config.max_model_len,
+        options=LoadOptions(config.max_model_len, config.quantization),
     )
     packs = config.pack_weights and not config.is_gpu and not config.wants_device_kernels
     if packs and not config.wants_reference_kernels:
@@ -118,9 +118,7 @@ def build_engine(
         packing=_packing(base, executor, config),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
-        base_weights=DecoderWeights(
-            model.decoder, base.fused_linears, lambda: model.reading.result()
-        ),
+        base_weights=DecoderWeights(model.decoder, lambda: model.reading.result()),
         max_bytes=executor.pool_bytes,
         folded=folded,
     )
@@ -187,7 +185,7 @@ def _cpu_executor(
     )
     return CpuRunner(
         decoder=model.decoder,
-        linears=base.fused_linears,
+        linears=base.linears,
         pool=PagePool(num_pages, page_bytes, torch.device(config.device)),
         kv=kv,
         kernels=select(may_compile=config.may_compile_kernels and ahead is None),
@@ -206,7 +204,7 @@ def _gpu_executor(
     kv = _kv_layout(model, config, base)
     executors = build_device.GpuExecutors(
         model=model,
-        linears=base.fused_linears,
+        linears=base.linears,
         kv=kv,
         page_bytes=page_bytes_of(kv.page_bytes, model.decoder.dtype.itemsize, "paged"),
         limits=BatchLimits(
@@ -240,7 +238,7 @@ def _num_pages(pool_bytes: int, page_bytes: int) -> int:
 def _packing(
     base: BaseModelInfo, executor: CpuRunner | GpuRunner, config: ResolvedConfig
 ) -> Packing:
-    linears, dtype, page_bytes = base.fused_linears, executor.dtype, executor.page_bytes
+    linears, dtype, page_bytes = base.linears, executor.dtype, executor.page_bytes
     allocate = host_buffer(executor.device)
     if isinstance(executor, CpuRunner):
         if executor.device.type == "cpu":

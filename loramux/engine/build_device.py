@@ -26,7 +26,7 @@ from loramux.models.augmented_linear import appended_rows
 from loramux.models.loader import LoadedModel
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.kv import KVLayout
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, Rows, SampleRow, StepPlan
 
@@ -43,7 +43,7 @@ class GpuExecutors:
     """
 
     model: LoadedModel
-    linears: tuple[FusedLinear, ...]
+    linears: tuple[LinearSpec, ...]
     kv: KVLayout
     page_bytes: int
     limits: BatchLimits
@@ -68,6 +68,7 @@ class GpuExecutors:
             max_blocks=BLOCKS_PER_ADAPTER * max_adapters,
             device=self.device,
             extras=DeviceExtras(
+                self.linears,
                 num_layers=self.kv.num_layers,
                 vocab_size=self.model.config.head_size,
                 num_pages=num_pages,

@@ -55,4 +55,4 @@ def load_weights(model_path: Path, base: BaseModelInfo) -> BaseWeights:
         return resolve_dtype("auto", num_parameters=base.num_parameters)
 
     model = load_model(model_path, dtype=dtype)
-    return DecoderWeights(model.decoder, base.fused_linears, model.reading.result)
+    return DecoderWeights(model.decoder, model.reading.result)

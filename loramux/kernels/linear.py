@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loramux.types.model import Projection
+
+DENSE = "dense"
+"""GEMM key of weights in floating point."""
+ALL_ROWS = slice(None)
 # With AMX, oneDNN multiplies 16-bit numbers in tiles this deep. The last tile of an inner size that
 # is no multiple reads past the row, and what lies there, times 0, is NaN if the next row has NaN.
 TILE_DEPTH = 32
@@ -20,11 +26,19 @@ class DenseWeight(NamedTuple):
     bias: Tensor | None
 
 
+class Slot(Protocol):
+    """The destination of one tensor of a checkpoint."""
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Copy the tensor of this name; raise UnsupportedModel if it does not fit."""
+        ...
+
+
 class LinearMethod(Protocol):
     """Stores the weight of a linear layer and computes y = x @ weight.T + bias.
 
-    Kernels and merging read the weight through `dense` alone, so that a format without a
-    floating-point copy (FP8, int4) needs no more than `__call__`.
+    Whatever else reads the weight (DoRA, merging, whole weights of adapters) asks for dequantised
+    rows, and a GEMM kernel reads the formats that it knows by their key.
     """
 
     in_features: int
@@ -34,9 +48,20 @@ class LinearMethod(Protocol):
         """Compute y [tokens, out] from x [tokens, in]."""
         ...
 
+    def slots(self, projection: Projection) -> Mapping[str, Slot]:
+        """The destinations of a projection's tensors by parameter name: weight, bias, ..."""
+        ...
+
     @property
-    def dense(self) -> DenseWeight | None:
-        """The weight and bias; None if the weight is not stored in floating point."""
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def gemm_key(self) -> str:
+        """The format of the weight; DENSE: `dequantised_rows` is the stored weight itself."""
+        ...
+
+    def dequantised_rows(self, rows: slice = ALL_ROWS) -> Tensor:
+        """The rows [rows, in] of the weight in floating point."""
         ...
 
     @property
@@ -44,17 +69,14 @@ class LinearMethod(Protocol):
         """Memory that the weight takes, packed copies included."""
         ...
 
-    def with_weight(self, weight: Tensor) -> LinearMethod:
-        """Make a linear of the same format and bias over another dense weight [out, in]."""
+    @property
+    def merged_bytes(self) -> int:
+        """Memory of a linear that `with_weight` returns."""
         ...
 
-
-def dense_of(linear: LinearMethod) -> DenseWeight:
-    """The dense weight of a linear; raise TypeError for a wrapped or quantised one."""
-    dense: DenseWeight | None = getattr(linear, "dense", None)
-    if dense is None:
-        raise TypeError(f"{type(linear).__name__} has no dense weight")
-    return dense
+    def with_weight(self, weight: Tensor) -> LinearMethod:
+        """Make a linear with the same bias over another weight [out, in] in floating point."""
+        ...
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

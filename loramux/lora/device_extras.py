@@ -14,16 +14,14 @@ from loramux.adapters.packed.extras import MODEL_LEVEL, ExtraKey, ExtraKind, Row
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.extras import tables as names
 from loramux.kernels.gpu.extras.tables import (
-    MATRICES_PER_LAYER,
-    MATRIX_OF,
     MATRIX_WORDS,
     MAX_HEAD_RANK,
     NO_VECTOR,
     NUM_MODEL_MATRICES,
     VECTOR_WORDS,
-    VECTORS_PER_LAYER,
     Entries,
     Ints,
+    LayerNumbers,
     SlotEntry,
 )
 from loramux.kernels.gpu.lora.work_list import (
@@ -33,7 +31,7 @@ from loramux.kernels.gpu.lora.work_list import (
 )
 from loramux.kernels.gpu.transfer import send
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import LINEARS
+from loramux.types.model import LinearSpec
 from loramux.types.request import Selection
 
 MAX_ADAPTERS = 1024
@@ -42,7 +40,7 @@ MAX_ADAPTERS = 1024
 _WORDS_PER_PAGE = 4
 _TOKEN_WORDS = 2**20
 
-_VECTORS = {name: number for number, name in enumerate(LINEARS)} | {
+_NORM_VECTORS = {
     parts.ATTENTION_NORM: names.ATTENTION_NORM,
     parts.MLP_NORM: names.MLP_NORM,
 }
@@ -91,6 +89,7 @@ class DeviceExtras:
 
     def __init__(
         self,
+        linears: Sequence[LinearSpec],
         *,
         num_layers: int,
         vocab_size: int,
@@ -101,8 +100,9 @@ class DeviceExtras:
         """num_pages: of the pool"""
         self._num_layers = num_layers
         self._vocab_size = vocab_size
-        num_vectors = num_layers * VECTORS_PER_LAYER + 1
-        num_matrices = num_layers * MATRICES_PER_LAYER + NUM_MODEL_MATRICES
+        self.numbers = LayerNumbers(linears)
+        num_vectors = num_layers * self.numbers.num_vectors + 1
+        num_matrices = num_layers * self.numbers.num_matrices + NUM_MODEL_MATRICES
         num_words = _WORDS_PER_PAGE * num_pages + _TOKEN_WORDS
         self._ranges = RankBlockDirectory(max_slots=max_adapters, max_blocks=num_words)
         self.vectors = torch.full(
@@ -202,13 +202,17 @@ class DeviceExtras:
 
     def _vector(self, layer: int, module: str) -> int:
         if module == parts.FINAL_NORM:
-            return self._num_layers * VECTORS_PER_LAYER
-        return layer * VECTORS_PER_LAYER + _VECTORS[module]
+            return self.numbers.vector(self._num_layers, 0)
+        found = _NORM_VECTORS.get(module)
+        return self.numbers.vector(
+            layer, self.numbers.vector_of[module] if found is None else found
+        )
 
     def _matrix(self, layer: int, module: str, kind: ExtraKind) -> int:
         if layer == MODEL_LEVEL:
-            return self._num_layers * MATRICES_PER_LAYER + _MODEL_MATRICES[module, kind]
-        return layer * MATRICES_PER_LAYER + MATRIX_OF[module]
+            first = self._num_layers * self.numbers.num_matrices
+            return first + _MODEL_MATRICES[module, kind]
+        return self.numbers.matrix(layer, module)
 
     def _describe(self, slot: int, places: Mapping[ExtraKey, RowsPlace]) -> _Resident:
         uses = ExtrasUse.NONE

@@ -23,11 +23,11 @@ from loramux.adapters.packed.extras import (
     ExtrasLayout,
     RowsPlace,
 )
-from loramux.kernels.linear import LinearMethod, dense_of, linear
+from loramux.kernels.linear import LinearMethod, linear
 from loramux.lora.batch import RowRun
 from loramux.memory.pool import PageView
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.request import Selection
 
 SiteKey = tuple[int, str]
@@ -122,13 +122,13 @@ class ExtrasSource:
         self,
         pages: PageView,
         adapters: Mapping[str, ResidentAdapter],
-        linears: Sequence[FusedLinear],
+        linears: Sequence[LinearSpec],
         *,
         num_layers: int,
     ) -> None:
         self.num_layers = num_layers
-        self.columns = {linear.name: _columns_of(linear) for linear in linears}
-        """The first column and the number of columns of each projection of a fused linear."""
+        self.columns = {linear.name: linear.columns for linear in linears}
+        """The output columns of each projection of a linear."""
         self._pages = pages
         self._adapters = adapters
         self._views: dict[str, AdapterViews] = {}
@@ -147,14 +147,6 @@ class ExtrasSource:
             found[cid] = views
         self._views = found
         return found
-
-
-def _columns_of(linear: FusedLinear) -> dict[str, tuple[int, int]]:
-    columns, start = {}, 0
-    for projection, width in zip(linear.projections, linear.out_features, strict=True):
-        columns[projection] = start, width
-        start += width
-    return columns
 
 
 class StepExtras:
@@ -194,11 +186,11 @@ class StepExtras:
             return
         for group in self._groups:
             mine = y[group.rows]
-            for projection, (start, width) in self._source.columns[name].items():
+            for projection, columns in self._source.columns[name].items():
                 for full, _ in group.parts(layer, projection, ExtraKind.WEIGHT):
-                    bias = dense_of(linear).bias
-                    own = None if bias is None else bias[start : start + width]
-                    full.multiply_into(x[group.rows], mine[:, start : start + width], own)
+                    bias = linear.bias
+                    own = None if bias is None else bias[columns]
+                    full.multiply_into(x[group.rows], mine[:, columns], own)
             _scale_add(mine, group, layer, name)
 
     def change_norm(self, layer: int, name: str, normed: Tensor) -> None:

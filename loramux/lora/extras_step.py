@@ -11,20 +11,18 @@ from torch import Tensor
 
 from loramux.kernels.gpu.extras.tables import (
     ATTENTION_NORM,
-    MATRICES_PER_LAYER,
-    MATRICES_PER_LINEAR,
     MLP_NORM,
-    VECTORS_PER_LAYER,
     ExtrasLimits,
     ExtrasTables,
     Ints,
+    LayerNumbers,
     ReplacedOutputs,
     build_extras_list,
 )
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import ExtrasOps
 from loramux.lora.device_extras import DeviceExtras, ExtrasUse
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.request import Selection
 
 DECODE_TILE_ROWS = 16
@@ -52,7 +50,8 @@ class ExtrasStep:
     kernels: ExtrasOps
     tables: ExtrasTables
     uses: ExtrasUse
-    sites: tuple[FusedLinear, ...]
+    sites: tuple[LinearSpec, ...]
+    numbers: LayerNumbers
 
     def change_linear(
         self, y: Tensor, x: Tensor, bias: Tensor | None, layer: int, site: int
@@ -62,22 +61,23 @@ class ExtrasStep:
         `bias` is the base's.
         """
         if ExtrasUse.WEIGHTS in self.uses:
-            first = layer * MATRICES_PER_LAYER + site * MATRICES_PER_LINEAR
-            linear = ReplacedOutputs(first, self.sites[site].out_features, bias)
+            spec = self.sites[site]
+            first = self.numbers.matrix(layer, spec.projections[0])
+            linear = ReplacedOutputs(first, spec.out_features, bias)
             self.kernels.replace_outputs(self.tables, y, x, linear)
         if ExtrasUse.LINEARS in self.uses:
-            self.kernels.scale_add(self.tables, y, layer * VECTORS_PER_LAYER + site)
+            number = self.numbers.vector_of[self.sites[site].name]
+            self.kernels.scale_add(self.tables, y, self.numbers.vector(layer, number))
 
     def change_attention_norm(self, normed: Tensor, layer: int) -> None:
         """The layer after the last one stands for the final norm."""
-        self._change_norm(normed, layer * VECTORS_PER_LAYER, ATTENTION_NORM)
+        self._change_norm(normed, self.numbers.vector(layer, ATTENTION_NORM))
 
     def change_mlp_norm(self, normed: Tensor, layer: int) -> None:
-        self._change_norm(normed, layer * VECTORS_PER_LAYER, MLP_NORM)
+        self._change_norm(normed, self.numbers.vector(layer, MLP_NORM))
 
-    def _change_norm(self, normed: Tensor, first: int, number: int) -> None:
+    def _change_norm(self, normed: Tensor, vector: int) -> None:
         if ExtrasUse.NORMS in self.uses:
-            vector = min(first + number, self.tables.vectors.shape[1] - 1)
             self.kernels.scale_add(self.tables, normed, vector)
 
     def change_embedding(self, residual: Tensor, token_ids: Tensor, scale: float) -> None:
@@ -99,7 +99,7 @@ class ExtrasWork:
         self,
         kernels: ExtrasOps,
         directory: DeviceExtras,
-        sites: Sequence[FusedLinear],
+        sites: Sequence[LinearSpec],
         pool: Tensor,
         num_sms: int,
     ) -> None:
@@ -132,7 +132,7 @@ class ExtrasWork:
             words=words,
             limits=limits,
         )
-        return ExtrasStep(self._kernels, tables, uses, self._sites)
+        return ExtrasStep(self._kernels, tables, uses, self._sites, directory.numbers)
 
     def step_now(
         self, selections: Sequence[Selection], lengths: Sequence[int]

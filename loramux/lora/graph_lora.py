@@ -8,11 +8,11 @@ from enum import Enum, auto
 
 import numpy as np
 
-from loramux.adapters.packed.dense import ATTENTION_SITES
 from loramux.kernels.gpu.lora.work_list import WorkListFull
 from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
 from loramux.lora.device_extras import ExtrasUse
 from loramux.lora.segmented import Ints, SegmentedWork
+from loramux.types.model import MLP_BLOCK
 from loramux.types.request import Selection
 
 
@@ -54,13 +54,15 @@ class GraphLora:
         self.segmented = segmented
         self.augmented = augmented
         tables = segmented.tables
-        others = [i for i, cut in enumerate(tables.sites) if cut.shape.name not in ATTENTION_SITES]
+        specs = segmented.directory.sites
+        self._attention = tuple(spec.name for spec in specs if spec.block != MLP_BLOCK)
+        others = [i for i, spec in enumerate(specs) if spec.block == MLP_BLOCK]
         words = [word for site in others for word in tables.used_words(site)]
         self._mlp_words = np.array(words, dtype=np.intp)
 
     def modes(self, num_rows: int) -> list[LoraMode]:
         """All modes that a step of a graph of num_rows rows can have, in the order of capture."""
-        partial = [ATTENTION_SITES] if self._mlp_words.size else []
+        partial = [self._attention] if self._mlp_words.size else []
         found: list[LoraMode] = []
         if self.augmented is not None:
             narrow = self.augmented.narrow_blocks(num_rows)
@@ -91,14 +93,14 @@ class GraphLora:
             num_blocks = self.augmented.fill(selections, lengths, num_rows, out)
             if num_blocks is not None:
                 if self._is_attention_only(out):
-                    return LoraMode(LoraPath.AUGMENTED, sites=ATTENTION_SITES)
+                    return LoraMode(LoraPath.AUGMENTED, sites=self._attention)
                 is_narrow = num_blocks == self.augmented.narrow_blocks(num_rows)
                 return LoraMode(LoraPath.AUGMENTED, num_blocks=num_blocks if is_narrow else None)
         try:
             self.segmented.fill(selections, lengths, out)
         except WorkListFull:
             return None
-        sites = ATTENTION_SITES if self._is_attention_only(out) else None
+        sites = self._attention if self._is_attention_only(out) else None
         return LoraMode(LoraPath.SEGMENTED, sites=sites)
 
     def _fill_with_extras(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.packed.dense import SitePlace
-from loramux.kernels.linear import LinearMethod, dense_of
+from loramux.kernels.linear import LinearMethod
 from loramux.lora.stacks import SiteKey
 from loramux.memory.pool import PageView
 from loramux.memory.records import ResidentAdapter
@@ -101,15 +101,15 @@ class MergeSource:
         total = 0
         for site in self.touched(selection):
             base = self.bases.get(site)
-            if base is None or base.dense is None:
+            if base is None:
                 return None
-            total += base.num_bytes
+            total += base.merged_bytes
         return total
 
     def merged(self, site: SiteKey, selection: Selection) -> LinearMethod:
         """The fused linear with the selection added in float32 and rounded once."""
         base = self.bases[site]
-        weight, _ = dense_of(base)
+        weight = base.dequantised_rows()
         total = weight.to(torch.float32, copy=True)
         for cid, scale in selection:
             self.deltas.add(total, cid, site, scale)

@@ -35,7 +35,7 @@ from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import SegmentedLoraOps
 from loramux.lora.device_extras import DeviceExtras
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.request import Selection
 
 Ints = NDArray[np.int32]
@@ -55,7 +55,7 @@ class DeviceDirectory:
 
     def __init__(
         self,
-        sites: Sequence[FusedLinear],
+        sites: Sequence[LinearSpec],
         *,
         num_layers: int,
         max_adapters: int,

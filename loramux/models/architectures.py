@@ -26,10 +26,11 @@ from loramux.models.rope import (
 )
 from loramux.models.text_config import TEXT_PARTS, is_vision_model, text_config
 from loramux.types.model import (
+    ATTENTION_BLOCK,
     TEXT_PREFIX,
     BaseModelInfo,
+    LinearSpec,
     NormNames,
-    Projection,
     RowMap,
 )
 from loramux.types.quantisation import Quantisation
@@ -337,18 +338,17 @@ def flag(config: Mapping[str, Any], rule: bool | str) -> bool:
 
 def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
     """Describe the shapes of a model of this config."""
-    projections = projections_of(config)
+    linears = linears_of(config)
     return BaseModelInfo(
         name=name,
         architecture=config.architecture,
         num_layers=config.num_layers,
-        projections=projections,
+        linears=linears,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        num_parameters=count_parameters(config, projections),
+        num_parameters=count_parameters(config, linears),
         tie_embeddings=config.tie_embeddings,
-        biased=tuple(name for name, has_bias in projection_biases(config).items() if has_bias),
         norm_names=config.norm_names,
         norm_plus_one=config.norm_plus_one,
         num_labels=config.num_labels,
@@ -362,56 +362,60 @@ def may_fold(config: DecoderConfig) -> bool:
     return config.quantisation is not None and config.quantisation.folds_scales
 
 
-def projections_of(config: DecoderConfig) -> tuple[Projection, ...]:
-    """The linear layers of one decoder layer, in the order of the checkpoint."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.q_size, config.kv_size
+def linears_of(config: DecoderConfig) -> tuple[LinearSpec, ...]:
+    """The linears of a decoder layer, in the order of the checkpoint."""
+    return (*attention_linears(config), *mlp_linears(config))
+
+
+def attention_linears(config: DecoderConfig) -> tuple[LinearSpec, ...]:
+    hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
     order = head_order(config.ropes[0], config.head_dim)
 
     def rotated(num_heads: int) -> RowMap | None:
         return None if order is None else RowMap(num_heads, order)
 
-    qkv: tuple[Projection, ...] = (
-        Projection("q_proj", hidden, q_size, rotated(config.num_heads)),
-        Projection("k_proj", hidden, kv_size, rotated(config.num_kv_heads)),
-        Projection("v_proj", hidden, kv_size),
+    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    sizes: tuple[int, ...] = (q_size, kv_size, kv_size)
+    maps: tuple[RowMap | None, ...] = (
+        rotated(config.num_heads),
+        rotated(config.num_kv_heads),
+        None,
     )
     if config.has_fused_qkv:
-        heads = rotated(config.num_heads + config.num_kv_heads)
-        qkv = (Projection("qkv_proj", hidden, q_size + 2 * kv_size, heads),)
-    gate_up: tuple[Projection, ...] = (
-        Projection("gate_proj", hidden, inner),
-        Projection("up_proj", hidden, inner),
-    )
-    if config.has_fused_gate_up:
-        gate_up = (Projection("gate_up_proj", hidden, 2 * inner),)
+        names, sizes = ("qkv_proj",), (sum(sizes),)
+        maps = (rotated(config.num_heads + config.num_kv_heads),)
+    block = ATTENTION_BLOCK
     return (
-        *qkv,
-        Projection("o_proj", q_size, hidden),
-        *gate_up,
-        Projection("down_proj", inner, hidden),
+        LinearSpec("qkv", hidden, names, sizes, block, config.qkv_bias, row_maps=maps),
+        LinearSpec("o", q_size, ("o_proj",), (hidden,), block, config.o_bias, is_added=True),
     )
 
 
-def projection_biases(config: DecoderConfig) -> dict[str, bool]:
-    """Whether each projection of a decoder layer has a bias."""
-    of_linear = {
-        "qkv": config.qkv_bias,
-        "o": config.o_bias,
-        "gate_up": config.mlp_bias,
-        "down": config.mlp_bias,
-    }
-    return {projection.name: of_linear[projection.linear] for projection in projections_of(config)}
+def mlp_linears(config: DecoderConfig) -> tuple[LinearSpec, ...]:
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    names: tuple[str, ...] = ("gate_proj", "up_proj")
+    sizes: tuple[int, ...] = (inner, inner)
+    if config.has_fused_gate_up:
+        names, sizes = ("gate_up_proj",), (2 * inner,)
+    return (
+        LinearSpec("gate_up", hidden, names, sizes, has_bias=bias, is_gated=True),
+        LinearSpec("down", inner, ("down_proj",), (hidden,), has_bias=bias, is_added=True),
+    )
 
 
-def count_parameters(config: DecoderConfig, projections: tuple[Projection, ...]) -> int:
+def head_linear(config: DecoderConfig) -> LinearSpec:
+    """The output head: over the vocabulary, or of a classifier."""
+    name = "score" if config.num_labels else "lm_head"
+    return LinearSpec(name, config.hidden_size, (name,), (config.head_size,), block="")
+
+
+def count_parameters(config: DecoderConfig, linears: tuple[LinearSpec, ...]) -> int:
     hidden = config.hidden_size
-    has_bias = projection_biases(config)
-    linears = sum(
-        linear.out_features * (linear.in_features + has_bias[linear.name]) for linear in projections
+    of_linears = sum(
+        linear.num_outputs * (linear.in_features + linear.has_bias) for linear in linears
     )
     norms = hidden * config.norm_names.count
     # The fused head norm repeats the checkpoint's weight once per head.
     head_norms = config.q_size + config.kv_size if config.qk_norm is not None else 0
     embeddings = hidden * (config.vocab_size + (0 if config.tie_embeddings else config.head_size))
-    return config.num_layers * (linears + norms + head_norms) + embeddings + hidden
+    return config.num_layers * (of_linears + norms + head_norms) + embeddings + hidden

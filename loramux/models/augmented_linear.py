@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 from loramux.kernels.linear import DenseWeight
 from loramux.memory.device import release_cached
-from loramux.models.architectures import projections_of
+from loramux.models.architectures import linears_of
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
-from loramux.types.model import LINEARS, fuse_projections
 
 RANK_BLOCK = 16
 
@@ -21,7 +20,7 @@ class AugmentedLinear(Linear):
     def __init__(self, linear: Linear, num_rows: int) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, bias = linear.dense
+        weight, bias = linear.weight, linear.bias
         self.extended = weight.new_zeros(self.out_features + num_rows, self.in_features)
         self.extended[: self.out_features].copy_(weight)
         self.weight = nn.Parameter(self.extended[: self.out_features], requires_grad=False)
@@ -48,31 +47,35 @@ class AugmentedLinear(Linear):
 
 
 def augment_linears(decoder: Decoder, num_blocks: int) -> None:
-    """Append num_blocks rank blocks of 16 rows per projection to every fused linear."""
-    sites = fuse_projections(projections_of(decoder.config))
+    """Append num_blocks rank blocks of 16 rows per projection to every linear of the layers.
+
+    A decoder with a linear that is not dense keeps its linears: steps are augmented as a whole.
+    """
+    specs = linears_of(decoder.config)
+    if not all(isinstance(linear, Linear) for _, linear in decoder.linears()):
+        return
     for layer in decoder.layers:
-        for site in sites:
-            linear = getattr(layer, site.name)
-            assert isinstance(linear, Linear), "a linear was packed or wrapped"
-            num_rows = num_blocks * len(site.projections) * RANK_BLOCK
+        for spec in specs:
+            linear = getattr(layer, spec.name)
+            num_rows = num_blocks * len(spec.projections) * RANK_BLOCK
             if not isinstance(linear, AugmentedLinear) or len(linear.appended) != num_rows:
-                setattr(layer, site.name, AugmentedLinear(linear, num_rows))
+                setattr(layer, spec.name, AugmentedLinear(linear, num_rows))
         # Frees the old weights of a layer before the next one is copied.
         release_cached(decoder.norm.weight.device)
 
 
 def appended_rows(decoder: Decoder) -> list[list[Tensor]] | None:
-    """The appended rows as [layers][fused linears] of [blocks, projections, 16, in].
+    """The appended rows as [layers][linears] of [blocks, projections, 16, in].
 
     None if the linears are not augmented.
     """
-    sites = fuse_projections(projections_of(decoder.config))
+    specs = linears_of(decoder.config)
     found = [
         [
-            linear.appended.view(-1, len(site.projections), RANK_BLOCK, linear.in_features)
-            for site in sites
-            if isinstance(linear := getattr(layer, site.name), AugmentedLinear)
+            linear.appended.view(-1, len(spec.projections), RANK_BLOCK, linear.in_features)
+            for spec in specs
+            if isinstance(linear := getattr(layer, spec.name), AugmentedLinear)
         ]
         for layer in decoder.layers
     ]
-    return found if all(len(of_layer) == len(LINEARS) for of_layer in found) else None
+    return found if all(len(of_layer) == len(specs) for of_layer in found) else None

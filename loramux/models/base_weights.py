@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 from loramux.adapters.packed.extras import ATTENTION_NORM, FINAL_NORM, MLP_NORM
-from loramux.kernels.linear import DenseWeight, LinearMethod, dense_of
-from loramux.models.architectures import projections_of
+from loramux.kernels.linear import LinearMethod
+from loramux.models.architectures import linears_of
 from loramux.models.decoder import Decoder
 from loramux.models.layers import RMSNorm
-from loramux.types.model import LINEARS, FusedLinear
+from loramux.types.model import Projection
 
 
 class DecoderWeights:
@@ -20,42 +20,28 @@ class DecoderWeights:
     Rows are in the order of the checkpoint.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        linears: tuple[FusedLinear, ...],
-        wait_until_read: Callable[[], object],
-    ) -> None:
+    def __init__(self, decoder: Decoder, wait_until_read: Callable[[], object]) -> None:
         """`wait_until_read` returns when the decoder holds its weights."""
         self._decoder = decoder
         self._wait = wait_until_read
-        self._fused: list[dict[str, LinearMethod]] = [
-            {name: getattr(layer, name) for name in LINEARS} for layer in decoder.layers
-        ]
-        self._row_maps = {
-            projection.name: projection.row_map for projection in projections_of(decoder.config)
-        }
         self._head: LinearMethod = decoder.lm_head
-        self._columns: dict[str, tuple[str, slice]] = {}
-        for linear in linears:
-            start = 0
-            for projection, width in zip(linear.projections, linear.out_features, strict=True):
-                self._columns[projection] = linear.name, slice(start, start + width)
-                start += width
+        self._members = {
+            projection.name: (spec.name, projection)
+            for spec in linears_of(decoder.config)
+            for projection in spec.members
+        }
+        names = dict.fromkeys(name for name, _ in self._members.values())
+        self._linears: list[dict[str, LinearMethod]] = [
+            {name: getattr(layer, name) for name in names} for layer in decoder.layers
+        ]
 
     def weight(self, layer: int, projection: str) -> torch.Tensor:
-        dense, columns = self._find(layer, projection)
-        return self._in_file_order(dense.weight[columns], projection)
+        linear, found = self._find(layer, projection)
+        return _in_file_order(linear.dequantised_rows(found.rows), found)
 
     def bias(self, layer: int, projection: str) -> torch.Tensor | None:
-        dense, columns = self._find(layer, projection)
-        if dense.bias is None:
-            return None
-        return self._in_file_order(dense.bias[columns], projection)
-
-    def _in_file_order(self, rows: torch.Tensor, projection: str) -> torch.Tensor:
-        row_map = self._row_maps.get(projection)
-        return rows if row_map is None else rows[row_map.inverse().rows(len(rows))]
+        linear, found = self._find(layer, projection)
+        return None if linear.bias is None else _in_file_order(linear.bias[found.rows], found)
 
     def norm(self, layer: int, name: str) -> torch.Tensor:
         self._wait()
@@ -74,9 +60,14 @@ class DecoderWeights:
     @property
     def head(self) -> torch.Tensor:
         self._wait()
-        return dense_of(self._head).weight
+        return self._head.dequantised_rows()
 
-    def _find(self, layer: int, projection: str) -> tuple[DenseWeight, slice]:
+    def _find(self, layer: int, projection: str) -> tuple[LinearMethod, Projection]:
         self._wait()
-        name, columns = self._columns[projection]
-        return dense_of(self._fused[layer][name]), columns
+        name, found = self._members[projection]
+        return self._linears[layer][name], found
+
+
+def _in_file_order(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
+    row_map = projection.row_map
+    return rows if row_map is None else rows[row_map.inverse().rows(len(rows))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from loramux.kernels.linear import LinearMethod
 from loramux.kernels.ops import AttendArgs
-from loramux.models.architectures import DecoderConfig
+from loramux.models.architectures import DecoderConfig, head_linear, linears_of
 from loramux.models.families import HeadNormScope
-from loramux.models.forward import DecoderOps, Layer, hidden_states
+from loramux.models.forward import Attention, DecoderOps, GatedMlp, Layer, hidden_states
 from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, WideNorm, rotate_
+from loramux.models.linear_method import Quantisation, linear_method
+from loramux.types.model import TEXT_PREFIX, LinearSpec
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -52,12 +54,7 @@ class AttentionContext(Protocol):
 
 
 class DecoderLayer(nn.Module):
-    """The weights of a layer; another LinearMethod may replace each of its four linears."""
-
-    qkv: LinearMethod
-    o: LinearMethod
-    gate_up: LinearMethod
-    down: LinearMethod
+    """The weights of a layer; its linears are attributes by the names of their specs."""
 
     def __init__(
         self,
@@ -66,15 +63,12 @@ class DecoderLayer(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        quantisation: Quantisation | None = None,
     ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.q_size, config.kv_size
+        hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
         norm_dtype = torch.float32 if config.norm_plus_one else dtype
         names = config.norm_names
-
-        def linear(in_features: int, out_features: int, bias: bool) -> Linear:
-            return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
 
         def norm(name: str | None) -> RMSNorm | None:
             if name is None:
@@ -87,10 +81,11 @@ class DecoderLayer(nn.Module):
             sliding_window=config.sliding_windows[layer],
             softcap=config.attn_logit_softcap,
         )
-        self.qkv = linear(hidden, q_size + 2 * kv_size, config.qkv_bias)
-        self.o = linear(q_size, hidden, config.o_bias)
-        self.gate_up = linear(hidden, 2 * inner, config.mlp_bias)
-        self.down = linear(inner, hidden, config.mlp_bias)
+        self.specs = linears_of(config)
+        for spec in self.specs:
+            path = f"{TEXT_PREFIX}layers.{layer}.{spec.block}"
+            method = linear_method(spec, quantisation, path=path, dtype=dtype, device=device)
+            setattr(self, spec.name, method)
         self.rope = config.layer_ropes[layer]
         self.attention_norm = norm(names.attention)
         self.mlp_norm = norm(names.mlp)
@@ -113,29 +108,39 @@ class DecoderLayer(nn.Module):
             else None
         )
 
+    def linear(self, name: str) -> LinearMethod:
+        """The linear of the spec of this name, which another LinearMethod may have replaced."""
+        return cast(LinearMethod, getattr(self, name))
+
     def describe(
-        self, next_norm: N | None, *, linear: Callable[[str, LinearMethod], L], norm: MakeNorm[N]
+        self,
+        next_norm: N | None,
+        *,
+        linear: Callable[[LinearSpec, LinearMethod], L],
+        norm: MakeNorm[N],
     ) -> Layer[L, N]:
-        """The layer for an op set, which makes its own linears (by name) and norms."""
+        """The layer for an op set, which makes its own linears and norms."""
 
         def made(module: RMSNorm | HeadNorm | None) -> N | None:
             return None if module is None else norm(module)
 
+        linears = {spec.name: linear(spec, self.linear(spec.name)) for spec in self.specs}
         wide = self.wide_norm
         return Layer(
-            qkv=linear("qkv", self.qkv),
-            o=linear("o", self.o),
-            gate_up=linear("gate_up", self.gate_up),
-            down=linear("down", self.down),
-            attention_norm=made(self.attention_norm),
+            mixer=Attention(
+                qkv=linears["qkv"],
+                o=linears["o"],
+                head_norm=made(self.head_norm),
+                wide_norms=None if wide is None else (norm(wide.query), norm(wide.key)),
+                args=self.attention,
+                rope=self.rope,
+            ),
+            mlp=GatedMlp(linears["gate_up"], linears["down"]),
+            mixer_norm=made(self.attention_norm),
             mlp_norm=made(self.mlp_norm),
-            after_attention_norm=made(self.after_attention_norm),
+            after_mixer_norm=made(self.after_attention_norm),
             after_mlp_norm=made(self.after_mlp_norm),
-            head_norm=made(self.head_norm),
-            wide_norms=None if wide is None else (norm(wide.query), norm(wide.key)),
             next_norm=next_norm,
-            attention=self.attention,
-            rope=self.rope,
         )
 
 
@@ -151,19 +156,20 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        quantisation: Quantisation | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         embedding = Embedding(config, dtype=dtype, device=device)
-        head_device = "meta" if config.tie_embeddings else device
-        head = Linear(config.hidden_size, config.head_size, dtype=dtype, device=head_device)
-        if config.tie_embeddings:
-            head.weight = embedding.weight
         self.embed_tokens = embedding
-        self.lm_head = head
+        self.lm_head = (
+            Linear.over(embedding.weight, None)
+            if config.tie_embeddings
+            else linear_method(head_linear(config), quantisation, dtype=dtype, device=device)
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, dtype=dtype, device=device)
+            DecoderLayer(config, layer, dtype=dtype, device=device, quantisation=quantisation)
             for layer in range(config.num_layers)
         )
         norm_dtype = torch.float32 if config.norm_plus_one else dtype
@@ -174,13 +180,19 @@ class Decoder(nn.Module):
             Rotary(rope, config.head_dim, device=device) for rope in config.ropes
         )
 
+    def linears(self) -> Iterator[tuple[LinearSpec, LinearMethod]]:
+        """The linears of all layers, layer by layer."""
+        for layer in cast("list[DecoderLayer]", list(self.layers)):
+            for spec in layer.specs:
+                yield spec, layer.linear(spec.name)
+
     def describe(
         self,
         *,
-        linear: Callable[[int, str, LinearMethod], L],
+        linear: Callable[[int, LinearSpec, LinearMethod], L],
         norm: MakeNorm[N],
     ) -> list[Layer[L, N]]:
-        """The layers for an op set; `linear` is called with (layer, name, module)."""
+        """The layers for an op set; `linear` is called with (layer, spec, method)."""
         layers = cast("list[DecoderLayer]", list(self.layers))
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
         next_norms = [None if module is None else norm(module) for module in following]
@@ -245,25 +257,27 @@ class TorchOps:
     def norm(self, residual: Tensor, norm: TorchNorm | None) -> Tensor:
         return residual if norm is None else norm(residual)
 
-    def linear_rotate_write(self, layer: Layer[LinearMethod, TorchNorm], x: Tensor) -> Tensor:
-        heads = layer.qkv(x).view(x.shape[0], -1, self._head_dim)
+    def linear_rotate_write(
+        self, attention: Attention[LinearMethod, TorchNorm], x: Tensor
+    ) -> Tensor:
+        heads = attention.qkv(x).view(x.shape[0], -1, self._head_dim)
         qk = heads[:, : self._num_rotated]
-        if layer.head_norm is not None:
-            qk = layer.head_norm(qk)
-        elif layer.wide_norms is not None:
+        if attention.head_norm is not None:
+            qk = attention.head_norm(qk)
+        elif attention.wide_norms is not None:
             parts = qk[:, : self._num_heads], qk[:, self._num_heads :]
             normed = [
                 norm(part.flatten(1)).view_as(part)
-                for part, norm in zip(parts, layer.wide_norms, strict=True)
+                for part, norm in zip(parts, attention.wide_norms, strict=True)
             ]
             qk = torch.cat(normed, 1)
-        qk = rotate_(qk, *self._rotations[layer.rope])
+        qk = rotate_(qk, *self._rotations[attention.rope])
         k, v = qk[:, self._num_heads :], heads[:, self._num_rotated :]
-        self._attention.write_kv(layer.attention.layer, k, v)
+        self._attention.write_kv(attention.args.layer, k, v)
         return qk[:, : self._num_heads]
 
-    def attend(self, layer: Layer[LinearMethod, TorchNorm], q: Tensor) -> Tensor:
-        return self._attention.attend(q, layer.attention)
+    def attend(self, attention: Attention[LinearMethod, TorchNorm], q: Tensor) -> Tensor:
+        return self._attention.attend(q, attention.args)
 
     def select(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return attended, residual
@@ -305,7 +319,7 @@ class Embedding(nn.Module):
         return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
-def _keep_linear(layer: int, name: str, linear: LinearMethod) -> LinearMethod:
+def _keep_linear(layer: int, spec: LinearSpec, linear: LinearMethod) -> LinearMethod:
     return linear
 
 

@@ -14,27 +14,43 @@ L = TypeVar("L")
 N = TypeVar("N")
 
 
-class Layer(NamedTuple, Generic[L, N]):
-    """One decoder layer: linears of type L and norms of type N, as an op set reads them."""
+class Attention(NamedTuple, Generic[L, N]):
+    """A mixer: attention over the sequence's own tokens."""
 
     qkv: L
     o: L
-    gate_up: L
-    down: L
-    attention_norm: N | None
-    mlp_norm: N | None
-    after_attention_norm: N | None
-    """Norm of the attention output before it is added to the residual."""
-    after_mlp_norm: N | None
     head_norm: N | None
     """Norm of each query and key head before its rotation."""
     wide_norms: tuple[N, N] | None
     """Norms of all queries and of all keys of a token, before their rotation."""
-    next_norm: N | None
-    """Attention norm of the following layer, or the final norm."""
-    attention: AttendArgs
+    args: AttendArgs
     rope: int
     """Index of the layer's rotary embedding among those of the model."""
+
+
+class GatedMlp(NamedTuple, Generic[L]):
+    """An MLP: down(activation(gate) * up), with gate and up as one linear."""
+
+    gate_up: L
+    down: L
+
+
+class Layer(NamedTuple, Generic[L, N]):
+    """One decoder layer: linears of type L and norms of type N, as an op set reads them.
+
+    A mixer exchanges information between the tokens of a sequence, an MLP reads each token alone;
+    further kinds of either are alternatives of these two fields.
+    """
+
+    mixer: Attention[L, N]
+    mlp: GatedMlp[L]
+    mixer_norm: N | None
+    mlp_norm: N | None
+    after_mixer_norm: N | None
+    """Norm of the mixer's output before it is added to the residual."""
+    after_mlp_norm: N | None
+    next_norm: N | None
+    """Mixer norm of the following layer, or the final norm."""
 
 
 class DecoderOps(Protocol[X, L, N]):
@@ -51,11 +67,11 @@ class DecoderOps(Protocol[X, L, N]):
         """Return norm(residual); the residual itself without a norm."""
         ...
 
-    def linear_rotate_write(self, layer: Layer[L, N], x: X) -> X:
+    def linear_rotate_write(self, attention: Attention[L, N], x: X) -> X:
         """Compute q, k and v, norm and rotate q and k, store k and v in pages; return q."""
         ...
 
-    def attend(self, layer: Layer[L, N], q: X) -> X:
+    def attend(self, attention: Attention[L, N], q: X) -> X:
         """Attention of each token over its own sequence up to itself."""
         ...
 
@@ -80,13 +96,14 @@ def hidden_states(
 ) -> X:
     """Compute the normed hidden states of the tokens that `ops.select` keeps."""
     residual = ops.embed(token_ids, positions)
-    x = ops.norm(residual, layers[0].attention_norm)
+    x = ops.norm(residual, layers[0].mixer_norm)
     for layer in layers:
-        q = ops.linear_rotate_write(layer, x)
-        x = ops.attend(layer, q)
+        attention, mlp = layer.mixer, layer.mlp
+        q = ops.linear_rotate_write(attention, x)
+        x = ops.attend(attention, q)
         if layer is layers[-1]:
             x, residual = ops.select(x, residual)
-        x = ops.linear_add_norm(layer.o, x, residual, layer.mlp_norm, layer.after_attention_norm)
-        x = ops.linear_glu(layer.gate_up, x)
-        x = ops.linear_add_norm(layer.down, x, residual, layer.next_norm, layer.after_mlp_norm)
+        x = ops.linear_add_norm(attention.o, x, residual, layer.mlp_norm, layer.after_mixer_norm)
+        x = ops.linear_glu(mlp.gate_up, x)
+        x = ops.linear_add_norm(mlp.down, x, residual, layer.next_norm, layer.after_mlp_norm)
     return x

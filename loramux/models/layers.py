@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loramux.errors import UnsupportedModel
-from loramux.kernels.linear import DenseWeight, LinearMethod, linear
+from loramux.kernels.linear import ALL_ROWS, DENSE, LinearMethod, Slot, linear
 from loramux.models.rope import RopeConfig
+from loramux.models.slots import whole
+from loramux.types.model import Projection
 
 
 class Linear(nn.Module):
@@ -38,16 +41,33 @@ class Linear(nn.Module):
     def over(cls, weight: Tensor, bias: nn.Parameter | None) -> Linear:
         """Make a linear over an existing weight [out, in]."""
         linear = cls(weight.shape[1], weight.shape[0], dtype=weight.dtype, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
+        # The head of a model may be its embedding.
+        linear.weight = (
+            weight
+            if isinstance(weight, nn.Parameter)
+            else nn.Parameter(weight, requires_grad=False)
+        )
         linear.bias = bias
         return linear
 
-    @property
-    def dense(self) -> DenseWeight:
-        return DenseWeight(self.weight, self.bias)
+    gemm_key = DENSE
+
+    def slots(self, projection: Projection) -> Mapping[str, Slot]:
+        rows, row_map = projection.rows, projection.row_map
+        found = {"weight": whole(self.weight[rows], row_map)}
+        if self.bias is not None:
+            found["bias"] = whole(self.bias[rows], row_map)
+        return found
+
+    def dequantised_rows(self, rows: slice = ALL_ROWS) -> Tensor:
+        return self.weight[rows]
 
     @property
     def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    @property
+    def merged_bytes(self) -> int:
         return self.weight.nbytes
 
     def with_weight(self, weight: Tensor) -> LinearMethod:

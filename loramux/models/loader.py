@@ -28,6 +28,7 @@ from loramux.models.folder import (
     weight_files,
 )
 from loramux.models.gguf_file import converted_folder
+from loramux.models.linear_method import quantisation_at_load
 from loramux.models.quantised.checkpoint import dequantised_weights
 from loramux.models.tensor_files import NamedRead, stored_weights
 from loramux.models.text_config import text_config
@@ -57,6 +58,14 @@ class LoadedModel:
         return self.reading.result()
 
 
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    max_model_len: int | None = None
+    """The context that is served; None for the longest."""
+    quantization: str = "none"
+    """The format that the weights of the layers are kept in."""
+
+
 def load_model(
     path: Path,
     *,
@@ -64,22 +73,23 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     before_reading: Callable[[Decoder], None] | None = None,
-    max_model_len: int | None = None,
+    options: LoadOptions | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder with safetensors, or a GGUF file, which is converted once.
 
     dtype: a function chooses it from the config
     before_reading: changes the decoder's linears while their weights are undefined; the weights are
     then read on a thread, see LoadedModel.reading
-    max_model_len: the context that is served; None for the longest
     """
+    options = options or LoadOptions()
     detect_cpu()
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
     hf_config = text_config(read_config(folder))
-    config = parse_config(read_config(folder), max_model_len=max_model_len)
+    config = parse_config(read_config(folder), max_model_len=options.max_model_len)
     files = weight_files(folder)
     chosen = dtype if isinstance(dtype, torch.dtype) else dtype(config)
-    decoder = Decoder(config, dtype=chosen, device=device)
+    kept = quantisation_at_load(options.quantization)
+    decoder = Decoder(config, dtype=chosen, device=device, quantisation=kept)
     if before_reading is not None:
         before_reading(decoder)
     read = partial(read_weights, decoder, folder, files, progress=progress)

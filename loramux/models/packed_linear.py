@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loramux.kernels.linear import DenseWeight, LinearMethod, tile_padding
+from loramux.kernels.linear import ALL_ROWS, DENSE, LinearMethod, Slot, tile_padding
 from loramux.kernels.ops import JitGemmOps, PackedMatrix
 from loramux.kernels.select import select_jit_gemm
+from loramux.models.architectures import linears_of
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
-from loramux.types.model import LINEARS
+from loramux.types.model import Projection
 
 # A single token is a GEMV, 1.3 to 2.5 times as fast on the plain weight in float32; in bfloat16 the
 # packed weight is faster (AMX: 1.2 to 3 times), with the same bits as a GEMM of up to 32 tokens.
@@ -56,13 +58,21 @@ class PackedLinear(nn.Module):
             padded = F.pad(weight, (0, self.padding)) if self.padding else weight
             self.packed = torch.ops.mkldnn._reorder_linear_weight(padded, TYPICAL_ROWS)
 
-    @property
-    def dense(self) -> DenseWeight:
-        return DenseWeight(self.weight, self.bias)
+    gemm_key = DENSE
+
+    def slots(self, projection: Projection) -> Mapping[str, Slot]:
+        raise TypeError("the weights are packed after they are read")
+
+    def dequantised_rows(self, rows: slice = ALL_ROWS) -> Tensor:
+        return self.weight[rows]
 
     @property
     def num_bytes(self) -> int:
         return (2 if self.is_packed else 1) * self.weight.nbytes
+
+    @property
+    def merged_bytes(self) -> int:
+        return self.num_bytes
 
     def with_weight(self, weight: Tensor) -> LinearMethod:
         return PackedLinear(Linear.over(weight, self.bias), packs_later=not self.is_packed)
@@ -91,7 +101,8 @@ def pack_linears(decoder: Decoder, *, byte_limit: int, packs_later: bool = False
     """
     if not can_pack(decoder.dtype, decoder.norm.weight.device):
         return 0
-    sites = [(layer, site) for layer in decoder.layers for site in LINEARS]
+    names = [spec.name for spec in linears_of(decoder.config)]
+    sites = [(layer, name) for layer in decoder.layers for name in names]
     num_bytes = 0
     for owner, site in [*sites, (decoder, "lm_head")]:
         linear = getattr(owner, site)

@@ -40,7 +40,7 @@ from loramux.runner.rank_memory import RankMemory
 from loramux.runner.row_uses import accept
 from loramux.runner.sampler import sample
 from loramux.types.kv import KVLayout
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.step import BeforeChoice, InFlightStep, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class CpuRunner(RankMemory):
         self,
         *,
         decoder: Decoder,
-        linears: tuple[FusedLinear, ...],
+        linears: tuple[LinearSpec, ...],
         pool: PagePool,
         kv: KVLayout,
         kernels: Kernels,

@@ -12,8 +12,10 @@ from loramux.kernels.linear import LinearMethod
 from loramux.kernels.ops import Rows
 from loramux.lora.attach import LoraLinear
 from loramux.lora.extras import StepExtras
+from loramux.models.architectures import linears_of
 from loramux.models.decoder import Decoder
-from loramux.models.forward import DecoderOps, Layer
+from loramux.models.forward import Attention, DecoderOps
+from loramux.types.model import MLP_BLOCK
 
 X = TypeVar("X", bound=Tensor | Rows)
 N = TypeVar("N")
@@ -35,6 +37,11 @@ class OpsWithExtras(Generic[X, N]):
         self._selected = selected
         self._num_layers = len(decoder.layers)
         self._embed_scale = decoder.embed_tokens.scale
+        self._mixer_outputs = {
+            spec.name
+            for spec in linears_of(decoder.config)
+            if spec.is_added and spec.block != MLP_BLOCK
+        }
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> X:
         embedded = self._ops.embed(self._extras.base_tokens(token_ids), positions)
@@ -48,11 +55,11 @@ class OpsWithExtras(Generic[X, N]):
         self._extras.change_norm(0, ATTENTION_NORM, _tensor(normed))
         return normed
 
-    def linear_rotate_write(self, layer: Layer[LinearMethod, N], x: X) -> X:
-        return self._ops.linear_rotate_write(layer, x)
+    def linear_rotate_write(self, attention: Attention[LinearMethod, N], x: X) -> X:
+        return self._ops.linear_rotate_write(attention, x)
 
-    def attend(self, layer: Layer[LinearMethod, N], q: X) -> X:
-        return self._ops.attend(layer, q)
+    def attend(self, attention: Attention[LinearMethod, N], q: X) -> X:
+        return self._ops.attend(attention, q)
 
     def select(self, attended: X, residual: X) -> tuple[X, X]:
         if self._selected is not None:
@@ -75,7 +82,7 @@ class OpsWithExtras(Generic[X, N]):
         """The layer and name of the norm that follows a linear."""
         assert isinstance(linear, LoraLinear), "linears are wrapped"
         layer, name = linear.site
-        if name == "o":
+        if name in self._mixer_outputs:
             return layer, MLP_NORM
         is_last = layer + 1 == self._num_layers
         return (MODEL_LEVEL, FINAL_NORM) if is_last else (layer + 1, ATTENTION_NORM)

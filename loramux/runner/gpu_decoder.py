@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loramux.kernels.linear import dense_of
+from loramux.kernels.linear import DENSE
 from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, Norm
 from loramux.lora.augmented_step import AugmentedStep
 from loramux.lora.extras_step import ExtrasStep
@@ -32,7 +32,7 @@ from loramux.types.kv import KVLayout
 
 
 class GpuDecoder:
-    """Computes hidden states and logits of a decoder with dense linears."""
+    """Computes hidden states and logits of a decoder."""
 
     def __init__(
         self, decoder: Decoder, kernels: DeviceKernels, layout: KVLayout, storage: Tensor
@@ -44,7 +44,9 @@ class GpuDecoder:
         self._context = GpuContext(decoder, kernels.elementwise, layout, storage)
         self._all = decoder.describe(linear=partial(GpuLinear.of, decoder.config), norm=_norm)
         self._layers = self._all
-        self._head = dense_of(decoder.lm_head)
+        head = decoder.lm_head
+        is_dense = head.gemm_key == DENSE and head.bias is None
+        self._head = head.dequantised_rows() if is_dense else None
         self.gemms = open_dispatcher(storage.device, kernels.swiglu, decoder.config.activation)
 
     @property
@@ -141,10 +143,10 @@ class GpuDecoder:
 
     def write_logits(self, hidden: Tensor, out: Tensor, extras: ExtrasStep | None = None) -> None:
         """Compute the logits into `out`, without a conversion to float32."""
-        weight, bias = self._head
+        weight = self._head
         config = self._decoder.config
         # A classification head is too narrow for the dispatcher's kernels.
-        if config.final_logit_softcap is None and bias is None and not config.num_labels:
+        if config.final_logit_softcap is None and weight is not None and not config.num_labels:
             hidden = self._decoder.scaled(hidden)
             self.gemms.linear(hidden, weight, out=out)
             if extras is not None:
@@ -160,7 +162,7 @@ class GpuDecoder:
 
 
 def _window(layer: Layer[GpuLinear, Norm]) -> int | None:
-    return layer.attention.sliding_window
+    return layer.mixer.args.sliding_window
 
 
 def _norm(norm: RMSNorm | HeadNorm) -> Norm:

@@ -9,7 +9,8 @@ from torch import Tensor
 from loramux.kernels.ops import DeviceAttentionPlan, ElementwiseOps, KVTarget, Norm, Rotation
 from loramux.lora.extras_step import ExtrasStep
 from loramux.runner.gemm.dispatch import GemmDispatcher
-from loramux.runner.gpu_ops import OUT, GpuContext, GpuLinear, GpuOps, LoraStep
+from loramux.runner.gpu_ops import GpuContext, GpuLinear, GpuOps, LoraStep, multiply
+from loramux.types.model import ATTENTION_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,15 @@ class ExtrasLinearOps:
         normed = self.elementwise.add_norm(y, residual, norm, after)
         if norm is None:
             return normed
-        if linear.index == OUT:
+        if linear.block == ATTENTION_BLOCK:
             self.extras.change_mlp_norm(normed, linear.layer)
         else:
             self.extras.change_attention_norm(normed, linear.layer + 1)
         return normed
 
     def _changed(self, linear: GpuLinear, x: Tensor) -> Tensor:
-        y = self.gemms.linear(x, *linear.dense)
-        self.extras.change_linear(y, x, linear.dense.bias, linear.layer, linear.index)
+        y = multiply(self.gemms, linear, x)
+        self.extras.change_linear(y, x, linear.method.bias, linear.layer, linear.index)
         return y
 
 

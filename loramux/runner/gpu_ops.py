@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from loramux.kernels.linear import DenseWeight, LinearMethod, dense_of
+from loramux.kernels.linear import DENSE, DenseWeight, LinearMethod
 from loramux.kernels.ops import (
     AugmentedLoraOps,
     DeviceAttentionPlan,
@@ -21,52 +21,87 @@ from loramux.kernels.ops import (
     Rotation,
 )
 from loramux.lora.augmented_step import AugmentedStep
-from loramux.models.architectures import DecoderConfig
+from loramux.models.architectures import DecoderConfig, linears_of
 from loramux.models.augmented_linear import AugmentedLinear
 from loramux.models.decoder import Decoder
-from loramux.models.forward import Layer
+from loramux.models.forward import Attention
 from loramux.models.layers import Rotary
 from loramux.runner.gemm.dispatch import GemmDispatcher
 from loramux.types.kv import KVLayout
-from loramux.types.model import LINEARS
-
-QKV, OUT, GATE_UP, DOWN = range(len(LINEARS))
-# add_norm follows these linears, and reduces the partial sums of a split-K GEMM.
-_SPLIT_K = (OUT, DOWN)
+from loramux.types.model import LinearSpec
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLinear:
-    """A fused linear with a dense weight, and the coordinates that LoRA kernels know it by."""
+    """A linear of a layer, and the coordinates that LoRA kernels know it by."""
 
-    dense: DenseWeight
+    method: LinearMethod
+    weight: DenseWeight | None
+    """What GEMM kernels read; None if they do not know the format: the method computes then."""
     augmented: AugmentedLinear | None
     """None if no rows are appended to the weight."""
     layer: int
     index: int
-    """QKV, OUT, GATE_UP or DOWN"""
-    fuses: bool = True
+    """Position of its spec among the linears of a layer."""
+    block: str
+    """Submodule of the layer: ATTENTION_BLOCK or MLP_BLOCK."""
+    is_added: bool
+    """Whether add_norm follows, which reduces the partial sums of a split-K GEMM."""
+    fuses: bool
     """Whether the kernels of the op that follows the linear can add its LoRA."""
 
     @classmethod
-    def of(cls, config: DecoderConfig, layer: int, name: str, linear: LinearMethod) -> GpuLinear:
-        augmented = linear if isinstance(linear, AugmentedLinear) else None
-        index = LINEARS.index(name)
-        return cls(dense_of(linear), augmented, layer, index, fuses_lora(config, index))
+    def of(
+        cls, config: DecoderConfig, layer: int, spec: LinearSpec, method: LinearMethod
+    ) -> GpuLinear:
+        is_dense = method.gemm_key == DENSE
+        return cls(
+            method,
+            DenseWeight(method.dequantised_rows(), method.bias) if is_dense else None,
+            method if isinstance(method, AugmentedLinear) else None,
+            layer,
+            [one.name for one in linears_of(config)].index(spec.name),
+            spec.block,
+            spec.is_added,
+            fuses_lora(config, spec),
+        )
 
 
-def fuses_lora(config: DecoderConfig, index: int) -> bool:
+def fuses_lora(config: DecoderConfig, spec: LinearSpec) -> bool:
     """Return whether the kernels that follow a linear know its projections and norms.
 
-    The kernels after QKV and GATE_UP read B of each projection, and those after OUT and DOWN end
-    with a norm.
+    Kernels after a linear that is not added read B of each projection, the others end with a norm.
     """
-    if index == QKV:
-        return not config.has_fused_qkv and not config.has_wide_norm
-    if index == GATE_UP:
-        return not config.has_fused_gate_up
-    names = config.norm_names
-    return names.attention is not None and names.mlp is not None
+    if spec.is_added:
+        names = config.norm_names
+        return names.attention is not None and names.mlp is not None
+    return len(spec.projections) > 1 and (spec.is_gated or not config.has_wide_norm)
+
+
+def multiply(
+    gemms: GemmDispatcher,
+    linear: GpuLinear,
+    x: Tensor,
+    *,
+    weight: DenseWeight | None = None,
+    splits: bool = False,
+) -> Tensor:
+    """Compute a linear without adapters.
+
+    weight: in place of the linear's own, with rows behind it
+    splits: may return partial sums where add_norm follows
+    """
+    weight = weight or linear.weight
+    if weight is None:
+        return linear.method(x)
+    if splits and linear.is_added:
+        return gemms.split_k(x, *weight)
+    return gemms.linear(x, *weight)
+
+
+def multiply_swiglu(gemms: GemmDispatcher, linear: GpuLinear, x: Tensor) -> Tensor | None:
+    """Compute a gated linear and its activation in one kernel; None where there is none."""
+    return None if linear.weight is None else gemms.linear_swiglu(x, *linear.weight)
 
 
 class LoraStep(Protocol):
@@ -114,14 +149,14 @@ class SegmentedLinearOps:
 
     def linear(self, linear: GpuLinear, x: Tensor) -> Tensor:
         if self.lora is None or not self.lora.covers(linear.index):
-            return _gemm(self.gemms, linear, x, linear.dense)
+            return multiply(self.gemms, linear, x, splits=True)
         y = self._linear_shrink(self.lora, linear, x)
         self.lora.expand(y, linear.layer, linear.index)
         return y
 
     def _linear_shrink(self, lora: LoraStep, linear: GpuLinear, x: Tensor) -> Tensor:
         """GEMM, then shrink: the expand must not be the GEMM's PDL successor."""
-        y = self.gemms.linear(x, *linear.dense)
+        y = multiply(self.gemms, linear, x)
         lora.shrink(x, linear.layer, linear.index)
         return y
 
@@ -137,7 +172,7 @@ class SegmentedLinearOps:
                 self.lora.expand(y, linear.layer, linear.index)
                 return self.elementwise.activate_mul(y, activation)
             return self.lora.expand_swiglu(y, activation, linear.layer, linear.index)
-        mixed = self.gemms.linear_swiglu(x, *linear.dense)
+        mixed = multiply_swiglu(self.gemms, linear, x)
         if mixed is None:
             mixed = self.elementwise.activate_mul(self.linear(linear, x), activation)
         return mixed
@@ -160,10 +195,10 @@ class AugmentedLinearOps:
     def linear(self, linear: GpuLinear, x: Tensor) -> Tensor:
         index = linear.index
         if not self.lora.covers(index):
-            return _gemm(self.gemms, linear, x, linear.dense)
+            return multiply(self.gemms, linear, x, splits=True)
         assert linear.augmented is not None, "no rows are appended to the weight"
         weight = linear.augmented.augmented(self.lora.num_appended_rows(index))
-        y = _gemm(self.gemms, linear, x, weight)
+        y = multiply(self.gemms, linear, x, weight=weight, splits=True)
         if self._is_fused(linear):
             return y
         return self.augmented.expand(y, self.lora.at(linear.layer, index))
@@ -180,7 +215,7 @@ class AugmentedLinearOps:
         if self._is_fused(linear):
             y, lora = self.linear(linear, x), self.lora.at(linear.layer, linear.index)
             return self.augmented.activate_mul(y, activation, lora)
-        mixed = self.gemms.linear_swiglu(x, *linear.dense)
+        mixed = multiply_swiglu(self.gemms, linear, x)
         if mixed is None:
             mixed = self.elementwise.activate_mul(self.linear(linear, x), activation)
         return mixed
@@ -198,7 +233,7 @@ class AugmentedLinearOps:
         """Whether the op that follows the GEMM adds h @ B."""
         if not linear.fuses or not self.lora.covers(linear.index):
             return False
-        return self.lora.launch.fuses_norm or linear.index in (QKV, GATE_UP)
+        return self.lora.launch.fuses_norm or not linear.is_added
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +268,22 @@ class GpuOps:
     def norm(self, residual: Tensor, norm: Norm | None) -> Tensor:
         return self._context.elementwise.add_norm(None, residual, norm)
 
-    def linear_rotate_write(self, layer: Layer[GpuLinear, Norm], x: Tensor) -> Tensor:
-        context, index = self._context, layer.attention.layer
-        qkv = self._linears.linear(layer.qkv, x)
-        if layer.wide_norms is not None:
+    def linear_rotate_write(self, attention: Attention[GpuLinear, Norm], x: Tensor) -> Tensor:
+        context, index = self._context, attention.args.layer
+        qkv = self._linears.linear(attention.qkv, x)
+        if attention.wide_norms is not None:
             start = 0
-            for norm in layer.wide_norms:
+            for norm in attention.wide_norms:
                 size = norm.weight.numel()
                 context.elementwise.norm_columns(qkv[:, start : start + size], norm)
                 start += size
-        cos, sin = self._rotations[layer.rope]
+        cos, sin = self._rotations[attention.rope]
         target = KVTarget(context.storage, self._plan.slots, context.layout, index)
-        rotation = Rotation(cos, sin, layer.head_norm)
-        return self._linears.rotate_write(layer.qkv, qkv, rotation, target)
+        rotation = Rotation(cos, sin, attention.head_norm)
+        return self._linears.rotate_write(attention.qkv, qkv, rotation, target)
 
-    def attend(self, layer: Layer[GpuLinear, Norm], q: Tensor) -> Tensor:
-        return self._plan.attend(self._context.storage, q, layer.attention)
+    def attend(self, attention: Attention[GpuLinear, Norm], q: Tensor) -> Tensor:
+        return self._plan.attend(self._context.storage, q, attention.args)
 
     def select(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return attended, residual
@@ -269,9 +304,3 @@ class GpuOps:
 
     def _rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self._context.elementwise.rotation(positions, rotary.frequencies, rotary.signs)
-
-
-def _gemm(gemms: GemmDispatcher, linear: GpuLinear, x: Tensor, weight: DenseWeight) -> Tensor:
-    if linear.index in _SPLIT_K:
-        return gemms.split_k(x, *weight)
-    return gemms.linear(x, *weight)

@@ -26,17 +26,16 @@ from loramux.kernels.ops import (
 )
 from loramux.lora.attach import LoraLinear
 from loramux.lora.extras import StepExtras
+from loramux.models.architectures import linears_of
 from loramux.models.decoder import Decoder
-from loramux.models.forward import DecoderOps, Layer, hidden_states
+from loramux.models.forward import Attention, DecoderOps, hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary
 from loramux.models.packed_linear import PackedLinear
 from loramux.runner.extras_ops import OpsWithExtras
 from loramux.types.kv import KVLayout
+from loramux.types.model import ATTENTION_BLOCK, LinearSpec
 
 JitDecoderOps = DecoderOps[Rows, LinearMethod, NormArrays]
-
-# In the last layer these read no other token's activations: unsampled tokens are skipped.
-_LINEARS_AFTER_ATTENTION = ("o", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +84,19 @@ class JitDecoder:
         self._layers = decoder.describe(linear=_same, norm=self._norm_arrays)
         first = self._layers[0]
         self.widths = _Widths(
-            qkv=_base(first.qkv).out_features,
-            attended=_base(first.o).in_features,
-            gate_up=_base(first.gate_up).out_features,
-            inner=_base(first.down).in_features,
-            hidden=_base(first.qkv).in_features,
+            qkv=_base(first.mixer.qkv).out_features,
+            attended=_base(first.mixer.o).in_features,
+            gate_up=_base(first.mlp.gate_up).out_features,
+            inner=_base(first.mlp.down).in_features,
+            hidden=_base(first.mixer.qkv).in_features,
         )
         self.last_layer = len(self._layers) - 1
-        self.selecting_linears = tuple((self.last_layer, name) for name in _LINEARS_AFTER_ATTENTION)
+        # Unsampled tokens are skipped where no other token reads the activations.
+        self.selecting_linears = tuple(
+            (self.last_layer, spec.name)
+            for spec in linears_of(decoder.config)
+            if spec.is_added or spec.block != ATTENTION_BLOCK
+        )
         """(layer, name) of the linears that compute the selected tokens alone."""
 
     def hidden(
@@ -152,30 +156,30 @@ class JitOps:
         self._elementwise.add_norm_into(None, residual.array, (norm, None), normed.array)
         return normed
 
-    def linear_rotate_write(self, layer: Layer[LinearMethod, NormArrays], x: Rows) -> Rows:
+    def linear_rotate_write(self, attention: Attention[LinearMethod, NormArrays], x: Rows) -> Rows:
         qkv = self._buffers.qkv
-        self._linear(layer.qkv, x, qkv)
-        if layer.wide_norms is not None:
+        self._linear(attention.qkv, x, qkv)
+        if attention.wide_norms is not None:
             start = 0
-            for norm in layer.wide_norms:
+            for norm in attention.wide_norms:
                 size = len(norm.weight)
                 columns = qkv.tensor[:, start : start + size]
                 weight = torch.from_numpy(norm.weight)
                 self._elementwise.norm_columns(columns, Norm(weight, float(norm.eps)))
                 start += size
-        rotation = self._rotations[layer.rope]
-        layout, index = self._context.layout, layer.attention.layer
-        self._elementwise.rotate_write_into(qkv.array, layer.head_norm, rotation, layout, index)
+        rotation = self._rotations[attention.rope]
+        layout, index = self._context.layout, attention.args.layer
+        self._elementwise.rotate_write_into(qkv.array, attention.head_norm, rotation, layout, index)
         if self._context.converts_kv:
             self._plan.write_kv(self._context.storage, index, self._keys, self._values)
         return qkv
 
-    def attend(self, layer: Layer[LinearMethod, NormArrays], q: Rows) -> Rows:
+    def attend(self, attention: Attention[LinearMethod, NormArrays], q: Rows) -> Rows:
         attended = self._buffers.attended
-        is_last = layer.attention.layer == self._context.last_layer
+        is_last = attention.args.layer == self._context.last_layer
         if not is_last or self._selected is None or len(self._selected):
             storage = self._context.storage
-            self._plan.attend_into(attended, storage, self._queries, layer.attention)
+            self._plan.attend_into(attended, storage, self._queries, attention.args)
         return attended
 
     def select(self, attended: Rows, residual: Rows) -> tuple[Rows, Rows]:
@@ -253,7 +257,7 @@ class JitOps:
         return RotateWriteArrays(cos.numpy(), sin.numpy(), slots, storage)
 
 
-def _same(layer: int, name: str, linear: LinearMethod) -> LinearMethod:
+def _same(layer: int, spec: LinearSpec, linear: LinearMethod) -> LinearMethod:
     return linear
 
 

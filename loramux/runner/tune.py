@@ -14,14 +14,13 @@ from loramux.kernels.gpu.lora_augmented.tables import augmented_launch
 from loramux.kernels.ops import DeviceKernels, ElementwiseOps, Norm
 from loramux.kernels.select import select_device_kernels
 from loramux.memory.device import device_name, run_seconds, steady_state_seconds
-from loramux.models.architectures import DecoderConfig, projection_biases, projections_of
+from loramux.models.architectures import DecoderConfig, linears_of
 from loramux.models.augmented_linear import RANK_BLOCK
 from loramux.runner.decode_graphs import BATCH_SIZES
 from loramux.runner.gemm.autotune import Autotuner, Consumer, FusedSwiglu, Timing, num_cold_weights
 from loramux.runner.gemm.dispatch import TUNED_ROWS, open_cublaslt, open_small_m
 from loramux.runner.gemm.table import TunedTable
 from loramux.runner.prefill_graphs import TOKEN_COUNTS
-from loramux.types.model import fuse_projections
 
 Progress = Callable[[str, float], None]
 
@@ -36,15 +35,23 @@ class LinearShape:
     num_projections: int = 0
     """Projections whose rank blocks may be appended to its weight; 0: none."""
     max_rows: int = TUNED_ROWS[-1]
+    is_added: bool = False
+    is_gated: bool = False
 
 
 def linear_shapes(config: DecoderConfig) -> list[LinearShape]:
     """The dispatched linears of a model: torch computes those with a bias."""
-    has_bias = projection_biases(config)
     found = [
-        LinearShape(site.name, sum(site.out_features), site.in_features, len(site.projections))
-        for site in fuse_projections(projections_of(config))
-        if not has_bias[site.projections[0]]
+        LinearShape(
+            spec.name,
+            spec.num_outputs,
+            spec.in_features,
+            len(spec.projections),
+            is_added=spec.is_added,
+            is_gated=spec.is_gated,
+        )
+        for spec in linears_of(config)
+        if not spec.has_bias
     ]
     if config.final_logit_softcap is None:
         # One row per sequence at most.
@@ -141,8 +148,8 @@ def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
 def _consumer(
     shape: LinearShape, elementwise: ElementwiseOps, dtype: torch.dtype, device: torch.device
 ) -> Consumer | None:
-    """add_norm behind o and down, which reduces split-K partial sums."""
-    if shape.name not in ("o", "down"):
+    """add_norm, which reduces split-K partial sums."""
+    if not shape.is_added:
         return None
     size = shape.num_outputs
     norm = Norm(torch.ones(size, dtype=dtype, device=device), 1e-5)
@@ -160,7 +167,7 @@ def _swiglu(
 ) -> FusedSwiglu | None:
     """Only a weight without appended rank blocks is gate and up side by side."""
     swiglu = kernels.swiglu
-    if shape.name != "gate_up" or swiglu is None or num_outputs != shape.num_outputs:
+    if not shape.is_gated or swiglu is None or num_outputs != shape.num_outputs:
         return None
     return FusedSwiglu(
         supports=swiglu.supports,

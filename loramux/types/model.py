@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from loramux.types.kv import KVLayout
@@ -13,20 +13,8 @@ PackingKind = Literal["dense", "paged"]
 """The layout of adapter weights: dense matrices on a CPU, rank blocks in pages on a GPU."""
 TEXT_PREFIX = "model."
 """Prefix of the decoder's module paths in the checkpoint of a text model."""
-LINEARS = ("qkv", "o", "gate_up", "down")
-"""Linears of a decoder layer, each computing the projections that read the same input at once."""
-PROJECTION_PLACES: dict[str, tuple[str, int]] = {
-    "q_proj": ("qkv", 0),
-    "k_proj": ("qkv", 1),
-    "v_proj": ("qkv", 2),
-    "qkv_proj": ("qkv", 0),
-    "o_proj": ("o", 0),
-    "gate_proj": ("gate_up", 0),
-    "up_proj": ("gate_up", 1),
-    "gate_up_proj": ("gate_up", 0),
-    "down_proj": ("down", 0),
-}
-"""Linear of each projection that a checkpoint may have, and its number among the linear's."""
+ATTENTION_BLOCK, MLP_BLOCK = "self_attn", "mlp"
+"""Submodules of a decoder layer that hold its projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +44,66 @@ class RowMap:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer of the checkpoint that adapters may change, present in every layer."""
+    """A linear layer of the checkpoint: some rows of the weight of a decoder's linear."""
 
     name: str
-    """A key of PROJECTION_PLACES"""
     in_features: int
     out_features: int
+    start: int = 0
+    """Its first row in the weight of its linear."""
     row_map: RowMap | None = None
     """None: the engine keeps the order of the checkpoint."""
 
     @property
-    def linear(self) -> str:
-        """Name of the linear that computes the projection."""
-        return PROJECTION_PLACES[self.name][0]
-
-    @property
-    def block(self) -> str:
-        """Submodule of a decoder layer that holds the projection."""
-        return "self_attn" if self.linear in ("qkv", "o") else "mlp"
+    def rows(self) -> slice:
+        """Its rows in the weight of its linear."""
+        return slice(self.start, self.start + self.out_features)
 
 
 @dataclass(frozen=True, slots=True)
-class FusedLinear:
-    """A linear of the decoder; projection i writes out_features[i] columns of its output."""
+class LinearSpec:
+    """A linear of a decoder layer, which computes projections that read the same input at once.
+
+    Its position among the linears of a model is its index as a LoRA site.
+    """
 
     name: str
-    """qkv, o, gate_up or down"""
     in_features: int
     projections: tuple[str, ...]
+    """Names of the linear layers of the checkpoint whose rows are in its weight, in this order."""
     out_features: tuple[int, ...]
+    """Outputs of each projection."""
+    block: str = MLP_BLOCK
+    """Submodule of a decoder layer that holds the projections in the checkpoint."""
+    has_bias: bool = False
+    is_added: bool = False
+    """The output is added to the residual stream."""
+    is_gated: bool = False
+    """The first half of the outputs is the gate of the second."""
+    row_maps: tuple[RowMap | None, ...] = ()
+    """Row order of each projection; empty: the engine keeps that of the checkpoint."""
+    experts: int = 0
+    """Experts with such a linear each; 0: every token passes through the linear."""
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(self.out_features)
+
+    @property
+    def columns(self) -> dict[str, slice]:
+        """The output columns of each projection."""
+        return {projection.name: projection.rows for projection in self.members}
+
+    @property
+    def members(self) -> tuple[Projection, ...]:
+        starts = accumulate(self.out_features, initial=0)
+        row_maps = self.row_maps or (None,) * len(self.projections)
+        return tuple(
+            Projection(name, self.in_features, size, start, row_map)
+            for name, size, start, row_map in zip(
+                self.projections, self.out_features, starts, row_maps, strict=False
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +142,14 @@ class BaseModelInfo:
     name: str
     architecture: str
     num_layers: int
-    projections: tuple[Projection, ...]
-    """In the order of the checkpoint."""
+    linears: tuple[LinearSpec, ...]
+    """The linears of a layer that adapters may change, in the order of the checkpoint."""
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     num_parameters: int
     tie_embeddings: bool = False
     """Whether the output head is the embedding."""
-    biased: tuple[str, ...] = ()
-    """The projections that have a bias."""
     norm_names: NormNames = NormNames()
     norm_plus_one: bool = False
     """Whether the checkpoint stores norm weights minus one."""
@@ -148,49 +165,41 @@ class BaseModelInfo:
 
     @property
     def hidden_size(self) -> int:
-        return self.projections[0].in_features
+        return self.linears[0].in_features
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The projections of a layer in the order of the checkpoint."""
+        return tuple(projection for linear in self.linears for projection in linear.members)
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """The projections that have a bias."""
+        return frozenset(
+            name for linear in self.linears if linear.has_bias for name in linear.projections
+        )
 
     @property
     def targets(self) -> tuple[TargetModule, ...]:
         """The projections of every layer, layer by layer."""
-        return _targets(self.num_layers, self.projections)
-
-    @property
-    def fused_linears(self) -> tuple[FusedLinear, ...]:
-        return fuse_projections(self.projections)
+        return _targets(self.num_layers, self.linears)
 
     def kv_layout(self, block_tokens: int, dtype: str) -> KVLayout:
         """The layout of KV pages that hold block_tokens tokens each."""
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens, dtype)
 
 
-def fuse_projections(projections: Iterable[Projection]) -> tuple[FusedLinear, ...]:
-    """The fused linears of a decoder layer that has these projections."""
-    members: dict[str, list[Projection]] = {name: [] for name in LINEARS}
-    for projection in projections:
-        members[projection.linear].append(projection)
-    return tuple(
-        FusedLinear(
-            name=name,
-            in_features=found[0].in_features,
-            projections=tuple(projection.name for projection in found),
-            out_features=tuple(projection.out_features for projection in found),
-        )
-        for name, found in members.items()
-        if found
-    )
-
-
 @lru_cache(maxsize=8)
-def _targets(num_layers: int, projections: tuple[Projection, ...]) -> tuple[TargetModule, ...]:
+def _targets(num_layers: int, linears: tuple[LinearSpec, ...]) -> tuple[TargetModule, ...]:
     return tuple(
         TargetModule(
-            path=f"{TEXT_PREFIX}layers.{layer}.{projection.block}.{projection.name}",
+            path=f"{TEXT_PREFIX}layers.{layer}.{linear.block}.{projection.name}",
             layer=layer,
             projection=projection.name,
             in_features=projection.in_features,
             out_features=projection.out_features,
         )
         for layer in range(num_layers)
-        for projection in projections
+        for linear in linears
+        for projection in linear.members
     )

@@ -466,7 +466,7 @@ class PlanRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     like: list[str] | None = None
     """Instead of rank and targets: adapters of this server whose sizes are taken in turn."""
     targets: str | list[str] | None = None
-    """q,k,v,o, attention, mlp, all or any projections; absent: q,k,v,o."""
+    """q,k,v,o, attention, mlp, all or any projections; absent: attention."""
     zipf: float | None = None
     """Zipf exponent of their popularity; 0: all equal; absent: 1."""
     device_memory: int | str | None = None

@@ -28,12 +28,12 @@ from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.kernels.gpu.extras import ops
-from loramux.kernels.gpu.extras.tables import MATRIX_OF, VECTORS_PER_LAYER, ReplacedOutputs
+from loramux.kernels.gpu.extras.tables import LayerNumbers, ReplacedOutputs
 from loramux.kernels.ops import ExtrasOps
 from loramux.kernels.reference import extras as reference
 from loramux.runner.device_choice import resolve_config
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
-from loramux.types.model import FusedLinear
+from loramux.types.model import ATTENTION_BLOCK, LinearSpec
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
@@ -58,10 +58,10 @@ RELATIVE = "relative error"
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 HIDDEN, INNER, VOCAB = 576, 1536, 5003
 WIDE_SITES = (
-    FusedLinear("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (576, 200, 192)),
-    FusedLinear("o", HIDDEN, ("o_proj",), (HIDDEN,)),
-    FusedLinear("gate_up", HIDDEN, ("gate_proj", "up_proj"), (INNER, INNER)),
-    FusedLinear("down", INNER, ("down_proj",), (HIDDEN,)),
+    LinearSpec("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (576, 200, 192), ATTENTION_BLOCK),
+    LinearSpec("o", HIDDEN, ("o_proj",), (HIDDEN,), ATTENTION_BLOCK),
+    LinearSpec("gate_up", HIDDEN, ("gate_proj", "up_proj"), (INNER, INNER)),
+    LinearSpec("down", INNER, ("down_proj",), (HIDDEN,)),
 )
 QKV_WIDTH = 968
 
@@ -126,11 +126,17 @@ def kernel_errors(
     tokens[:3] = torch.tensor([VOCAB + 2, 0, 48])
     logits = torch.cat((noise(VOCAB), noise(3).fill_(float("-inf"))), 1)
     tables = world.tables(selections, tile_rows)
+    numbers = LayerNumbers(WIDE_SITES)
+    absent = numbers.vector(1, numbers.vector_of["qkv"])
     qkv = ReplacedOutputs(0, WIDE_SITES[0].out_features, bias)
-    down = ReplacedOutputs(MATRIX_OF["down_proj"], (HIDDEN,), None)
+    down = ReplacedOutputs(numbers.matrix_of["down_proj"], (HIDDEN,), None)
+    first = numbers.vector_of["qkv"]
     cases: dict[str, tuple[Tensor, Callable[[ExtrasOps, Tensor], None]]] = {
-        "scale_add": (noise(QKV_WIDTH), lambda o, y: o.scale_add(tables, y, 0)),
-        "absent vector": (noise(HIDDEN), lambda o, y: o.scale_add(tables, y, VECTORS_PER_LAYER)),
+        "scale_add": (
+            noise(QKV_WIDTH),
+            lambda o, y: o.scale_add(tables, y, first),
+        ),
+        "absent vector": (noise(HIDDEN), lambda o, y: o.scale_add(tables, y, absent)),
         "embed_rows": (noise(HIDDEN), lambda o, y: o.embed_rows(tables, y, tokens, 3.0)),
         "qkv weights": (noise(QKV_WIDTH), lambda o, y: o.replace_outputs(tables, y, hidden, qkv)),
         "down weights": (noise(HIDDEN), lambda o, y: o.replace_outputs(tables, y, inner, down)),
@@ -277,7 +283,7 @@ def timed_adapters(engine: Engine) -> dict[str, Adapter]:
     gains = {
         (layer, site.name, GAIN): noise(1, sum(site.out_features))
         for layer in range(base.num_layers)
-        for site in base.fused_linears
+        for site in base.linears
     }
     q_weights = {
         (layer, "q_proj", WEIGHT): noise(*reversed(shapes["q_proj"]))

@@ -38,6 +38,7 @@ from loramux.memory.device import device_memory_bytes
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.dtypes import resolve_dtype
 from loramux.runner.device_choice import resolve_config
+from loramux.types.model import BaseModelInfo
 
 HOST_BYTES = 2**50
 """Host memory without a limit: the adapters that fill the pool share a few buffers."""
@@ -49,9 +50,8 @@ class Kind:
     sites: str
     """qkvo or all: the target sets of RandomAdapters."""
 
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return parse_targets(["all"] if self.sites == "all" else ["q", "k", "v", "o"])
+    def targets(self, base: BaseModelInfo) -> tuple[str, ...]:
+        return parse_targets(["all" if self.sites == "all" else "attention"], base)
 
 
 KINDS = (Kind(8, "qkvo"), Kind(16, "all"), Kind(64, "all"))
@@ -68,7 +68,7 @@ def planned_base(engine: Engine, config: ResolvedConfig) -> PlannedBase:
 
 
 def plan_of(base: PlannedBase, kind: Kind, pool_bytes: int) -> MemoryPlan:
-    fleet = Fleet(num_adapters=100_000, ranks=(kind.rank,), targets=kind.targets)
+    fleet = Fleet(num_adapters=100_000, ranks=(kind.rank,), targets=kind.targets(base.shapes))
     return plan_memory(base, fleet, Budgets(device_bytes=pool_bytes, kv_tokens=0))
 
 
@@ -83,7 +83,7 @@ def check_kind(
         engine.catalog.base,
         rank=kind.rank,
         seed=kind.rank,
-        projections=kind.targets,
+        projections=kind.targets(engine.catalog.base),
         dtype=torch.bfloat16,
     )
     card = engine.register_adapter(path)

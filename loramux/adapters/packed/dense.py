@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loramux.adapters.packed.extras import NO_EXTRAS, ExtrasLayout, ExtraSpec, plan_extras
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
 # Size of the header of an image file; the buffer follows.
 IMAGE_HEADER_BYTES = 65536
-
-ATTENTION_SITES = ("qkv", "o")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class DenseLayout:
         return replace(self, extras=extras)
 
 
-def plan_dense(sites: tuple[FusedLinear, ...], ranks: dict[tuple[int, str], int]) -> DenseLayout:
+def plan_dense(sites: tuple[LinearSpec, ...], ranks: dict[tuple[int, str], int]) -> DenseLayout:
     """Plans the buffer; ranks: (layer, projection) -> rank of what the adapter changes."""
     places: dict[tuple[int, str], SitePlace] = {}
     key: list[tuple[int, str, tuple[int, ...]]] = []
@@ -88,7 +86,7 @@ def plan_dense(sites: tuple[FusedLinear, ...], ranks: dict[tuple[int, str], int]
     return DenseLayout(places=places, low_rank_elements=offset, key=tuple(key))
 
 
-def _place_site(site: FusedLinear, ranks: tuple[int, ...], offset: int) -> SitePlace:
+def _place_site(site: LinearSpec, ranks: tuple[int, ...], offset: int) -> SitePlace:
     slices = []
     b_offset = offset + sum(ranks) * site.in_features
     rank_start = out_start = 0

@@ -20,7 +20,7 @@ from loramux.adapters.packed.writers import (
     check_range,
 )
 from loramux.adapters.values import RankMaxima
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
 if TYPE_CHECKING:
     from loramux.adapters.peft.parts import LoraModule
@@ -31,7 +31,7 @@ class Packing(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def sites(self) -> tuple[FusedLinear, ...]: ...
+    def sites(self) -> tuple[LinearSpec, ...]: ...
 
     @property
     def allocate(self) -> Allocate:
@@ -69,7 +69,7 @@ class Packing(Protocol):
 class DensePacking:
     """For kernels that read stacked copies: A as [in, ranks], B as [rank, out], without gaps."""
 
-    sites: tuple[FusedLinear, ...]
+    sites: tuple[LinearSpec, ...]
     dtype: torch.dtype
     page_bytes: int
     allocate: Allocate = mapped_buffer
@@ -105,7 +105,7 @@ class DensePacking:
 class PagedPacking:
     """For kernels that read pages by address: rank blocks, none across a page boundary."""
 
-    sites: tuple[FusedLinear, ...]
+    sites: tuple[LinearSpec, ...]
     dtype: torch.dtype
     page_bytes: int
     allocate: Allocate

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from loramux.types.model import FusedLinear, PackingKind
+    from loramux.types.model import LinearSpec, PackingKind
 
 RANK_BLOCK = 16
 # Most adapters on the device at once, and their average number of rank blocks in a layer.
@@ -178,7 +178,7 @@ def fp12_elements(num_rows: int, width: int) -> int:
 
 
 def plan_rank_blocks(
-    sites: Sequence[FusedLinear],
+    sites: Sequence[LinearSpec],
     ranks: Mapping[ModuleKey, int],
     page_width: int,
     *,
@@ -290,7 +290,7 @@ def _cut(rank: int, shape: tuple[int, int], page_width: int) -> list[tuple[int, 
     return [(start, min(per_block, rank - start)) for start in range(0, rank, per_block)]
 
 
-def _shapes(sites: Sequence[FusedLinear]) -> dict[str, tuple[int, int]]:
+def _shapes(sites: Sequence[LinearSpec]) -> dict[str, tuple[int, int]]:
     return {
         name: (site.in_features, out_features)
         for site in sites

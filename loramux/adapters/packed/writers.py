@@ -37,7 +37,7 @@ from loramux.adapters.values import (
     transposed_bits,
 )
 from loramux.errors import AdapterRefused
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.packing import Fp12PackOps
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class DenseWriter:
     """Packs A as [in, sum of ranks] and B as [rank, out] of every site."""
 
     def __init__(
-        self, layout: DenseLayout, sites: Sequence[FusedLinear], buffer: torch.Tensor
+        self, layout: DenseLayout, sites: Sequence[LinearSpec], buffer: torch.Tensor
     ) -> None:
         """Zeroes the parts of the buffer that hold no weights."""
         self._out = bits_of(buffer)

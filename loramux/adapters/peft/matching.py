@@ -253,9 +253,9 @@ class LoraPlan:
         if not (biases or lora_biases or self.config.use_dora):
             return []
         places = {
-            name: (linear, sum(linear.out_features[:index]))
-            for linear in self.base.fused_linears
-            for index, name in enumerate(linear.projections)
+            name: (linear, columns.start)
+            for linear in self.base.linears
+            for name, columns in linear.columns.items()
         }
         columns: dict[tuple[int, str], list[Columns]] = {}
         for path, target in targets.items():
@@ -274,7 +274,7 @@ class LoraPlan:
             )
             if part.has_factors or part.changes_bias:
                 columns.setdefault((target.layer, linear.name), []).append(part)
-        widths = {linear.name: sum(linear.out_features) for linear in self.base.fused_linears}
+        widths = {linear.name: linear.num_outputs for linear in self.base.linears}
         return [
             FusedMaker(layer, name, widths[name], tuple(parts))
             for (layer, name), parts in columns.items()

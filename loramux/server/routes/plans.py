@@ -32,6 +32,7 @@ from loramux.server.http.routes import Route, Routes
 from loramux.server.live.fitting import planned_base
 from loramux.server.naming.names import NamedAdapter
 from loramux.types.caller import Caller
+from loramux.types.model import BaseModelInfo
 from loramux.wire.text import PlanRequest
 
 MAX_NAMES = 20
@@ -39,7 +40,7 @@ MAX_RANKS = 1000
 MAX_LIKE = 100
 MAX_TARGETS = 1000
 MAX_TARGET_CHARACTERS = 10_000
-DEFAULT_TARGETS = "q,k,v,o"
+DEFAULT_TARGETS = "attention"
 
 
 def plan_routes(context: Context) -> list[Route]:
@@ -53,7 +54,8 @@ def plan_routes(context: Context) -> list[Route]:
         context.require_ready()
         card = context.backend.card
         measured = await _measure(context, body, request.caller)
-        base, fleet, budgets = planned_base(card), _fleet(body, measured), _budgets(body, card)
+        base, budgets = planned_base(card), _budgets(body, card)
+        fleet = _fleet(body, measured, base.shapes)
         plan = await PLANS.run(plan_memory, base, fleet, budgets)
         uses = await context.backend.adapter_uses()
         evicted = would_evict(plan, context.backend.stats, uses, _names(context))
@@ -120,7 +122,9 @@ def _measured(context: Context, adapter: NamedAdapter) -> MeasuredAdapter:
     )
 
 
-def _fleet(body: PlanRequest, measured: tuple[MeasuredAdapter, ...]) -> Fleet:
+def _fleet(
+    body: PlanRequest, measured: tuple[MeasuredAdapter, ...], shapes: BaseModelInfo
+) -> Fleet:
     zipf = 1.0 if body.zipf is None else body.zipf
     if measured:
         return Fleet(num_adapters=body.adapters, measured=measured, zipf=zipf)
@@ -140,7 +144,7 @@ def _fleet(body: PlanRequest, measured: tuple[MeasuredAdapter, ...]) -> Fleet:
     return Fleet(
         num_adapters=body.adapters,
         ranks=tuple(ranks),
-        targets=parse_targets(targets),
+        targets=parse_targets(targets, shapes),
         zipf=zipf,
     )
 

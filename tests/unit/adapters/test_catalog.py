@@ -31,7 +31,7 @@ BASE = tiny_base_info(tiny_llama_config())
 def make_catalog(
     dtype: torch.dtype = torch.float32, *, state: Path | None = None, **options: Any
 ) -> AdapterCatalog:
-    rules = AdapterRules(base=BASE, packing=DensePacking(BASE.fused_linears, dtype, 2**14))
+    rules = AdapterRules(base=BASE, packing=DensePacking(BASE.linears, dtype, 2**14))
     return AdapterCatalog(rules, verified=VerifiedAdapters(state), **options)
 
 
@@ -65,7 +65,7 @@ def test_inspection_predicts_the_image_that_identification_packs(
     inspected = catalog.inspect(folder)
     assert isinstance(inspected, InspectedCard) and num_reads() == 0 and not catalog.known()
     found = catalog.identify(folder)
-    expected = pack_dense(read_adapter(folder, BASE), BASE.fused_linears, torch.float32)
+    expected = pack_dense(read_adapter(folder, BASE), BASE.linears, torch.float32)
     assert found.card == inspected.identified(expected.cid)
     assert found.card.num_bytes == expected.num_bytes
     assert found.card.rank == expected.layout.max_rank
@@ -238,7 +238,7 @@ def test_weights_that_overflow_the_serving_dtype_are_refused(tmp_path: Path) -> 
 def test_the_scale_is_folded_into_b(tmp_path: Path) -> None:
     plain = read_adapter(write(tmp_path / "a", lora_alpha=4), BASE)
     scaled = read_adapter(write(tmp_path / "b", lora_alpha=12), BASE)
-    images = [pack_dense(a, BASE.fused_linears, torch.float32) for a in (plain, scaled)]
+    images = [pack_dense(a, BASE.linears, torch.float32) for a in (plain, scaled)]
     place = images[0].layout.places[0, "qkv"]
     a_size = place.in_features * place.total_rank
     first, second = (image.buffer[place.a_offset :][:a_size] for image in images)

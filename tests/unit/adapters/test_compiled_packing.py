@@ -15,12 +15,12 @@ from loramux.adapters.packed.image import mapped_buffer
 from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.peft.parts import LoraModule
 from loramux.kernels.select import select_fp12_packer
-from loramux.types.model import FusedLinear, TargetModule
+from loramux.types.model import LinearSpec, TargetModule
 
 pytest.importorskip("numba", reason="the compiled code needs numba")
 
 WIDTH, OUTPUTS = 256, 48
-SITES = (FusedLinear("o", WIDTH, ("o_proj",), (OUTPUTS,)),)
+SITES = (LinearSpec("o", WIDTH, ("o_proj",), (OUTPUTS,)),)
 TARGET = TargetModule(
     path="model.layers.0.self_attn.o_proj",
     layer=0,

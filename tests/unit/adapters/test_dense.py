@@ -4,16 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.adapters.packed.dense import plan_dense
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
 SITES = (
-    FusedLinear(
+    LinearSpec(
         name="qkv",
         in_features=6,
         projections=("q_proj", "k_proj", "v_proj"),
         out_features=(6, 2, 2),
     ),
-    FusedLinear(name="o", in_features=6, projections=("o_proj",), out_features=(6,)),
+    LinearSpec(name="o", in_features=6, projections=("o_proj",), out_features=(6,)),
 )
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

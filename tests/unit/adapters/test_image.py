@@ -23,7 +23,7 @@ def test_every_projection_can_be_read_back_from_its_place(tmp_path: Path) -> Non
         rank_pattern={"v_proj": 2},
     )
     adapter = read_adapter(folder, BASE)
-    sites = BASE.fused_linears
+    sites = BASE.linears
     image = pack_dense(adapter, sites, torch.float32)
     projections = {site.name: site.projections for site in sites}
     modules = {(m.target.layer, m.target.projection): m for m in adapter.modules}
@@ -41,7 +41,7 @@ def test_every_projection_can_be_read_back_from_its_place(tmp_path: Path) -> Non
 
 def test_an_image_takes_its_elements_and_no_more(tmp_path: Path) -> None:
     adapter = read_adapter(make_peft_adapter(tmp_path / "a", tiny_llama_config()), BASE)
-    image = pack_dense(adapter, BASE.fused_linears, torch.float32)
+    image = pack_dense(adapter, BASE.linears, torch.float32)
     assert image.num_bytes == 4 * image.layout.num_elements
     assert image.num_bytes == sum(4 * (m.a.numel() + m.b.numel()) for m in adapter.modules)
 

@@ -13,11 +13,11 @@ from loramux.adapters.packed.file import KnownLayouts, read_image, write_image
 from loramux.adapters.packed.image import AdapterImage, mapped_buffer
 from loramux.adapters.packed.packing import DensePacking
 from loramux.errors import AdapterRefused
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
 SITES = (
-    FusedLinear("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
-    FusedLinear("o", 8, ("o_proj",), (8,)),
+    LinearSpec("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
+    LinearSpec("o", 8, ("o_proj",), (8,)),
 )
 PACKING = DensePacking(SITES, torch.float32, 4 * 64)
 RANKS = {(0, "q_proj"): 3, (0, "v_proj"): 1, (2, "o_proj"): 5}

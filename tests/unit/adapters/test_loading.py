@@ -39,9 +39,9 @@ def used_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 PACKINGS: dict[str, Packing] = {
-    "dense": DensePacking(BASE.fused_linears, torch.float32, 4 * 4096, used_memory),
-    "paged": PagedPacking(BASE.fused_linears, torch.float16, 2 * 8192, used_memory),
-    "fp12": PagedPacking(BASE.fused_linears, torch.bfloat16, 2 * 8192, used_memory),
+    "dense": DensePacking(BASE.linears, torch.float32, 4 * 4096, used_memory),
+    "paged": PagedPacking(BASE.linears, torch.float16, 2 * 8192, used_memory),
+    "fp12": PagedPacking(BASE.linears, torch.bfloat16, 2 * 8192, used_memory),
 }
 
 
@@ -83,7 +83,7 @@ def test_a_load_makes_the_memory_of_the_next_one_ready(tmp_path: Path) -> None:
         return torch.empty(num_elements, dtype=dtype)
 
     folder = write_adapter(tmp_path, lora_config_dict(), lora_tensors(CONFIG))
-    packing = DensePacking(BASE.fused_linears, torch.float32, 4 * 4096, allocate)
+    packing = DensePacking(BASE.linears, torch.float32, 4 * 4096, allocate)
     with ThreadPoolExecutor(3) as executor:
         workers = Workers(executor, num_threads=3)
         loader = FolderLoader(AdapterRules(base=BASE, packing=packing), workers)

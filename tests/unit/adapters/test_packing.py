@@ -15,7 +15,6 @@ from loramux.adapters.packed.writers import write_extra
 from loramux.adapters.peft.parts import ExtraTensor
 from loramux.adapters.peft.reader import read_adapter
 from loramux.errors import AdapterRefused
-from loramux.types.model import Projection, fuse_projections
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,
@@ -23,10 +22,11 @@ from tests.adapter_factory import (
     tiny_llama_config,
     write_adapter,
 )
+from tests.linear_specs import specs_of
 from tests.packing_factory import pack_image, spec_of
 
 BASE = tiny_base_info(tiny_llama_config())
-SITES = BASE.fused_linears
+SITES = BASE.linears
 DENSE = DensePacking(SITES, torch.float32, 4 * 4096)
 PAGED = PagedPacking(SITES, torch.float32, 4 * 4096, mapped_buffer)
 
@@ -53,7 +53,7 @@ def test_packings_of_different_buffers_have_different_fingerprints() -> None:
 
 
 def test_adapters_of_a_wide_base_in_bfloat16_have_a_short_a() -> None:
-    sites = fuse_projections([Projection("o_proj", 256, 64)])
+    sites = specs_of({"o_proj": (256, 64)})
     packings = [
         PagedPacking(sites, dtype, 4096 * dtype.itemsize, mapped_buffer)
         for dtype in (torch.bfloat16, torch.float32)

@@ -21,12 +21,12 @@ from loramux.adapters.packed.paged import (
 from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
 from loramux.errors import AdapterRefused, DoesNotFit
 from loramux.kernels.reference.fp12 import read_fp12
-from loramux.types.model import Projection, fuse_projections
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
+from tests.linear_specs import specs_of
 from tests.packing_factory import pack_rank_blocks
 
 BASE = tiny_base_info(tiny_llama_config())
-SITES = BASE.fused_linears
+SITES = BASE.linears
 PROJECTIONS = tuple(name for site in SITES for name in site.projections)
 SHAPES = {
     name: (site.in_features, out)
@@ -41,7 +41,7 @@ LLAMA_8B = {
     **dict.fromkeys(("gate_proj", "up_proj"), (4096, 14336)),
     "down_proj": (14336, 4096),
 }
-LLAMA_8B_LINEARS = fuse_projections(Projection(name, *shape) for name, shape in LLAMA_8B.items())
+LLAMA_8B_LINEARS = specs_of(LLAMA_8B)
 PAGE_OF_2_MIB = 1 << 20
 
 
@@ -162,7 +162,7 @@ def random_adapter(scale: float = 0.5, size: float = 0.02) -> Any:
     return SimpleNamespace(modules=[module])
 
 
-WIDE_SITES = fuse_projections([Projection("o_proj", 256, 64)])
+WIDE_SITES = specs_of({"o_proj": (256, 64)})
 
 
 def test_fp12_adds_no_error_to_bfloat16() -> None:

@@ -32,7 +32,7 @@ def make_catalog(broken: Broken, dtype: torch.dtype = torch.float32) -> AdapterC
     return AdapterCatalog(
         AdapterRules(
             base=BASE,
-            packing=DensePacking(BASE.fused_linears, dtype, 2**14),
+            packing=DensePacking(BASE.linears, dtype, 2**14),
             max_rank=broken.max_rank,
             strict_base=broken.strict_base,
         )

@@ -13,13 +13,14 @@ from loramux.capacity.advice import flag_size
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.config.fields import parse_bytes
-from loramux.types.model import BaseModelInfo, Projection
+from loramux.types.model import BaseModelInfo
+from tests.linear_specs import specs_of
 
 SHAPES = BaseModelInfo(
     name="base",
     architecture="LlamaForCausalLM",
     num_layers=4,
-    projections=tuple(Projection(f"{name}_proj", 640, 640) for name in "qkvo"),
+    linears=specs_of({f"{name}_proj": (640, 640) for name in "qkvo"}),
     num_kv_heads=4,
     head_dim=64,
     vocab_size=512,

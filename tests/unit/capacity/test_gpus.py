@@ -74,9 +74,11 @@ def test_the_pool_is_what_an_8b_model_leaves_of_an_h200() -> None:
 
 def test_the_adapter_tables_of_a_gpu_limit_how_many_fit() -> None:
     def num_on_device(targets: str, rank: int, pool_bytes: int, packing: Any = "paged") -> int:
-        fleet = Fleet(num_adapters=100_000, ranks=(rank,), targets=parse_targets([targets]))
+        base = planned(packing)
+        names = parse_targets([targets], base.shapes)
+        fleet = Fleet(num_adapters=100_000, ranks=(rank,), targets=names)
         budgets = Budgets(device_bytes=pool_bytes, kv_tokens=0)
-        return plan_memory(planned(packing), fleet, budgets).tier("device").adapters
+        return plan_memory(base, fleet, budgets).tier("device").adapters
 
     assert num_on_device("q", 8, 2**40) == 8192
     assert num_on_device("q", 8, 2**40, "dense") == 100_000

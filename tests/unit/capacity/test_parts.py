@@ -21,19 +21,16 @@ from loramux.capacity.parts import (
 from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.errors import DoesNotFit, InvalidRequest
-from loramux.types.model import BaseModelInfo, PackingKind, Projection
+from loramux.types.model import BaseModelInfo, PackingKind
+from tests.linear_specs import specs_of
 
 WIDTHS = {"q": (128, 128), "k": (128, 64), "v": (128, 64), "o": (128, 128)}
+WIDTHS |= {"gate": (128, 256), "up": (128, 256), "down": (256, 128)}
 SHAPES = BaseModelInfo(
     name="base",
     architecture="LlamaForCausalLM",
     num_layers=2,
-    projections=(
-        *(Projection(f"{name}_proj", *widths) for name, widths in WIDTHS.items()),
-        Projection("gate_proj", 128, 256),
-        Projection("up_proj", 128, 256),
-        Projection("down_proj", 256, 128),
-    ),
+    linears=specs_of({f"{name}_proj": widths for name, widths in WIDTHS.items()}),
     num_kv_heads=2,
     head_dim=32,
     vocab_size=300,
@@ -94,7 +91,7 @@ def test_a_planned_adapter_is_what_the_pool_takes(
     packings: tuple[PackingKind, ...] = ("dense", "paged")
     for kind in packings:
         base = planned(dtype, kind)
-        sites, element = SHAPES.fused_linears, getattr(torch, dtype)
+        sites, element = SHAPES.linears, getattr(torch, dtype)
         packing = (
             DensePacking(sites, element, base.page_bytes)
             if kind == "dense"

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from loramux.capacity.plan import (
-    PROJECTIONS,
     Budgets,
     EvictedNow,
     Fleet,
@@ -17,13 +17,14 @@ from loramux.capacity.plan import (
 )
 from loramux.capacity.planner import plan_memory
 from loramux.errors import InvalidRequest
-from loramux.types.model import BaseModelInfo, Projection
+from loramux.types.model import BaseModelInfo
+from tests.linear_specs import specs_of
 
 SHAPES = BaseModelInfo(
     name="base",
     architecture="LlamaForCausalLM",
     num_layers=2,
-    projections=tuple(Projection(f"{name}_proj", 64, 64) for name in "qkvo"),
+    linears=specs_of({f"{name}_proj": (64, 64) for name in "qkvo"}),
     num_kv_heads=2,
     head_dim=32,
     vocab_size=512,
@@ -44,12 +45,17 @@ def test_a_plan_survives_its_json() -> None:
 
 
 def test_names_of_targets() -> None:
-    assert parse_targets(["v", "q_proj"]) == ("q_proj", "v_proj")
-    assert parse_targets(["all-linear"]) == parse_targets(["attention", "mlp"]) == PROJECTIONS
+    shapes = {f"{name}_proj": (64, 64) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    base = replace(SHAPES, linears=specs_of(shapes))
+    assert parse_targets(["v", "q_proj"], base) == ("q_proj", "v_proj")
+    every = parse_targets(["all-linear"], base)
+    assert every == parse_targets(["attention", "mlp"], base) == tuple(shapes)
+    fused = replace(SHAPES, linears=specs_of({"qkv_proj": (64, 192), "o_proj": (64, 64)}))
+    assert parse_targets(["attention"], fused) == ("qkv_proj", "o_proj")
     with pytest.raises(InvalidRequest, match="Did you mean q_proj"):
-        parse_targets(["q_prj"])
+        parse_targets(["q_prj"], base)
     with pytest.raises(InvalidRequest, match="targets must be"):
-        parse_targets([])
+        parse_targets([], base)
     assert parse_dtype("bf16") == parse_dtype("bfloat16") == "bfloat16"
 
 

@@ -30,14 +30,15 @@ from loramux.errors import InvalidRequest
 from loramux.memory.pool import PagePool
 from loramux.models.architectures import DecoderConfig, base_info, parse_config
 from loramux.types.kv import KVLayout
-from loramux.types.model import BaseModelInfo, PackingKind, Projection
+from loramux.types.model import BaseModelInfo, PackingKind
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
+from tests.linear_specs import specs_of
 from tests.model_factory import MODEL_CLASSES, tiny_config, tiny_transformers_model
 from tests.packing_factory import pack_dense, pack_image
 
-ALL = parse_targets(["all"])
-QKVO = parse_targets(["q", "k", "v", "o"])
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*QKVO, "gate_proj", "up_proj", "down_proj")
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 49_152,
@@ -101,7 +102,7 @@ def test_bytes_and_pages_are_those_of_a_packed_adapter(
         lora_config_dict(r=16, target_modules=list(targets)),
         lora_tensors(config, r=16, names=targets),
     )
-    image = pack_dense(read_adapter(folder, base), base.fused_linears, torch.float32)
+    image = pack_dense(read_adapter(folder, base), base.linears, torch.float32)
     told = planned(as_json)
     [size] = plan(told, {"ranks": (16,), "targets": targets}).sizes
     assert size.bytes == pytest.approx(image.num_bytes, rel=0.01)
@@ -130,7 +131,7 @@ def test_paged_bytes_are_those_of_an_adapter_in_rank_blocks(
         lora_tensors(config, r=20, names=ALL),
     )
     told = planned(as_json, str(dtype).removeprefix("torch."), packing="paged")
-    packing = PagedPacking(base.fused_linears, dtype, told.page_bytes, mapped_buffer)
+    packing = PagedPacking(base.linears, dtype, told.page_bytes, mapped_buffer)
     image = pack_image(read_adapter(folder, base), packing)
     [size] = plan(told, {"ranks": (20,), "targets": ALL}).sizes
     assert (size.bytes, size.device_bytes) == (image.num_bytes, image.num_bytes)
@@ -220,7 +221,7 @@ def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
         name="base",
         architecture="LlamaForCausalLM",
         num_layers=1,
-        projections=tuple(Projection(name, 4, 4) for name in QKVO),
+        linears=specs_of(dict.fromkeys(QKVO, (4, 4))),
         num_kv_heads=1,
         head_dim=4,
         vocab_size=512,
@@ -229,8 +230,8 @@ def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
     base = PlannedBase(name="b", shapes=shapes, dtype="float32")
     told = plan(base, device_bytes=base.page_bytes - 1)
     assert told.tier("device").adapters == 0 and told.kv_tokens_left == 0
-    with pytest.raises(InvalidRequest, match="has no gate_proj"):
-        plan(base, {"targets": ALL})
+    with pytest.raises(InvalidRequest, match="has no target 'gate_proj'"):
+        parse_targets(ALL, shapes)
 
 
 def simulated_lru(shares: np.ndarray, sizes: np.ndarray, capacity: float) -> float:

@@ -17,13 +17,14 @@ from loramux.cli.main import app
 from loramux.cli.plan import show_plan
 from loramux.memory.gpus import Gpu
 from loramux.runner.device_choice import DeviceChoice
-from loramux.types.model import BaseModelInfo, Projection
+from loramux.types.model import BaseModelInfo
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,
     tiny_llama_config,
     write_adapter,
 )
+from tests.linear_specs import specs_of
 from tests.model_factory import tiny_config
 
 MIB = 2**20
@@ -136,7 +137,7 @@ def test_table_shows_sizes_tiers_and_advice(config: Path) -> None:
     [
         (["--rank", "big"], "--rank must be"),
         (["--rank", "0"], "rank must be"),
-        (["--targets", "q,quark"], "There is no target 'quark'"),
+        (["--targets", "q,quark"], "has no target 'quark'"),
         (["--device-memory", "lots"], "is not a size"),
         (["--device-memory", "1GiB", "--device-total", "2GiB"], "either --device-memory or"),
         (["--device", "cpu", "--device-total", "1KiB"], "The weights alone take"),
@@ -166,7 +167,7 @@ SHAPES = BaseModelInfo(
     name="base",
     architecture="LlamaForCausalLM",
     num_layers=4,
-    projections=tuple(Projection(f"{name}_proj", 640, 640) for name in "qkvo"),
+    linears=specs_of({f"{name}_proj": (640, 640) for name in "qkvo"}),
     num_kv_heads=4,
     head_dim=64,
     vocab_size=512,

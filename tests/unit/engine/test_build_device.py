@@ -35,7 +35,7 @@ def executors(tmp_path: Path) -> GpuExecutors:
     kv = KVLayout(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=BLOCK)
     return GpuExecutors(
         model=model,
-        linears=base_info(model.config, "tiny").fused_linears,
+        linears=base_info(model.config, "tiny").linears,
         kv=kv,
         page_bytes=kv.page_bytes,
         limits=LIMITS,

@@ -16,9 +16,8 @@ from loramux.adapters.packed.extras import EMBEDDING, HEAD, MODEL_LEVEL
 from loramux.kernels.gpu.extras import ops  # noqa: E402
 from loramux.kernels.gpu.extras.tables import (
     ATTENTION_NORM,
-    MATRICES_PER_LAYER,
     MLP_NORM,
-    VECTORS_PER_LAYER,
+    LayerNumbers,
     ReplacedOutputs,
 )
 from loramux.kernels.reference import extras as reference
@@ -37,6 +36,7 @@ from tests.extras_factory import (  # noqa: E402
     one,
 )
 
+NUMBERS = LayerNumbers(SITES)
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2}
 SUM: Selection = (("bias", -2.0), ("vectors", 0.5))
 RANKS: Selection = (("more ranks", 0.5), ("ranks", 2.0))
@@ -58,7 +58,7 @@ def test_gains_and_biases_of_sums(kernels: ModuleType, dtype: torch.dtype) -> No
     expected[0] = expected[0] * (1 + gain) + bias
     other = world.values["bias"][1, "qkv", BIAS][0].double()
     expected[2] = expected[2] * (1 + 0.5 * gain) + 0.5 * bias - 2 * other
-    kernels.scale_add(world.tables(MIXED), y, VECTORS_PER_LAYER)
+    kernels.scale_add(world.tables(MIXED), y, NUMBERS.vector(1, NUMBERS.vector_of["qkv"]))
     limit = LIMITS[dtype]
     torch.testing.assert_close(y.double(), expected, atol=limit, rtol=limit)
 
@@ -67,15 +67,15 @@ def test_norms_have_their_own_gains(kernels: ModuleType) -> None:
     world = ExtrasWorld()
     tables = world.tables([one("vectors")])
     places = {
-        (1, "mlp_norm", GAIN): VECTORS_PER_LAYER + MLP_NORM,
-        (MODEL_LEVEL, "final_norm", GAIN): NUM_LAYERS * VECTORS_PER_LAYER,
+        (1, "mlp_norm", GAIN): NUMBERS.vector(1, MLP_NORM),
+        (MODEL_LEVEL, "final_norm", GAIN): NUMBERS.vector(NUM_LAYERS, 0),
     }
     for key, vector in places.items():
         y = torch.ones(1, HIDDEN)
         kernels.scale_add(tables, y, vector)
         torch.testing.assert_close(y, 1 + world.values["vectors"][key])
     y = torch.ones(1, HIDDEN)
-    kernels.scale_add(tables, y, VECTORS_PER_LAYER + ATTENTION_NORM)
+    kernels.scale_add(tables, y, NUMBERS.vector(1, ATTENTION_NORM))
     assert (y == 1).all()
 
 
@@ -97,7 +97,7 @@ def test_weights_replace_projections(
         weight = world.values["weights"][1, name, WEIGHT].double()
         value = x[own].double() @ weight.t()
         expected[own, start:stop] = value if bias is None else value + bias[start:stop].double()
-    linear = ReplacedOutputs(MATRICES_PER_LAYER, SITES[0].out_features, bias)
+    linear = ReplacedOutputs(NUMBERS.matrix(1, "q_proj"), SITES[0].out_features, bias)
     kernels.replace_outputs(world.tables(selections), y, x, linear)
     limit = LIMITS[dtype]
     torch.testing.assert_close(y.double(), expected, atol=limit, rtol=limit)

@@ -17,11 +17,11 @@ from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.layers import Linear
 from loramux.types.kv import KVLayout
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.request import Selection
 
 HIDDEN, VOCAB = 24, 50
-QKV = FusedLinear("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (32, 16, 16))
+QKV = LinearSpec("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (32, 16, 16))
 GEOMETRY = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_tokens=4)
 Parts = dict[ExtraKey, Tensor]
 

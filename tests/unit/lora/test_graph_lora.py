@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import ATTENTION_SITES
 from loramux.adapters.packed.paged import plan_rank_blocks
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
 from loramux.kernels.reference import lora_segmented
@@ -15,7 +14,7 @@ from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode, LoraPath
 from loramux.lora.segmented import DeviceDirectory, LoraDevice, SegmentedWork, decode_work
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import LINEARS, FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.request import Selection
 from tests.lora_factory import (
     AUGMENTED,
@@ -37,7 +36,7 @@ Modules = Sequence[tuple[int, str]]
 
 
 def resident(
-    cid: str, *places: tuple[int, str], sites: Sequence[FusedLinear] = SITES
+    cid: str, *places: tuple[int, str], sites: Sequence[LinearSpec] = SITES
 ) -> ResidentAdapter:
     """Returns an adapter of rank 3 on the given (layer, projection) pairs."""
     layout = plan_rank_blocks(sites, dict.fromkeys(places, 3), PAGE_ELEMENTS)
@@ -59,7 +58,7 @@ def make_lora(*, has_augmented: bool, num_blocks: int = 1) -> GraphLora:
     )
 
 
-def make_segmented(sites: Sequence[FusedLinear], *residents: ResidentAdapter) -> GraphLora:
+def make_segmented(sites: Sequence[LinearSpec], *residents: ResidentAdapter) -> GraphLora:
     directory = DeviceDirectory(
         sites, num_layers=NUM_LAYERS, max_adapters=4, max_blocks=32, device=CPU
     )
@@ -212,8 +211,3 @@ def test_a_model_of_attention_sites_only_has_no_attention_mode() -> None:
     assert lora.modes(2) == [SEGMENTED, BASE_MODE]
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([A], [1], 1, words) == SEGMENTED
-
-
-def test_attention_sites_are_fused_linears() -> None:
-    """Catches a renamed site, with which no step would have the attention mode."""
-    assert set(ATTENTION_SITES) < set(LINEARS)

@@ -20,7 +20,7 @@ from loramux.lora.segmented import (
     prefill_work,
 )
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 from loramux.types.request import Selection
 from tests.lora_factory import (
     FP12_PAGE_ELEMENTS,
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 NAMES = ("q_proj", "v_proj", "o_proj")
 
 
-def random_adapter(rank: int, sites: Sequence[FusedLinear], generator: torch.Generator) -> Any:
+def random_adapter(rank: int, sites: Sequence[LinearSpec], generator: torch.Generator) -> Any:
     """As a reader of PEFT folders makes it."""
     shapes = {
         name: (site.in_features, out)
@@ -202,7 +202,7 @@ def test_rows_of_one_selection_are_adjacent_and_base_rows_come_last() -> None:
     ids=["fp12", "float32", "no blocks"],
 )
 def test_tables_know_in_which_form_adapters_are(
-    sites: tuple[FusedLinear, ...], dtype: torch.dtype, expected: bool
+    sites: tuple[LinearSpec, ...], dtype: torch.dtype, expected: bool
 ) -> None:
     directory = DeviceDirectory(
         sites, num_layers=NUM_LAYERS, max_adapters=4, max_blocks=32, device=CPU

@@ -12,11 +12,11 @@ from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import PagePool, PageView
 from loramux.memory.records import ResidentAdapter
 from loramux.types.kv import KVLayout
-from loramux.types.model import FusedLinear
+from loramux.types.model import LinearSpec
 
 SITES = (
-    FusedLinear(name="qkv", in_features=4, projections=("q", "k", "v"), out_features=(4, 2, 2)),
-    FusedLinear(name="o", in_features=4, projections=("o",), out_features=(4,)),
+    LinearSpec(name="qkv", in_features=4, projections=("q", "k", "v"), out_features=(4, 2, 2)),
+    LinearSpec(name="o", in_features=4, projections=("o",), out_features=(4,)),
 )
 GEOMETRY = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
 both_ways = pytest.mark.parametrize("in_place", [False, True])

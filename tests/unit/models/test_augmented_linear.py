@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loramux.models.architectures import parse_config, projections_of
+from loramux.models.architectures import linears_of, parse_config
 from loramux.models.augmented_linear import AugmentedLinear, appended_rows, augment_linears
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
-from loramux.types.model import fuse_projections
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,7 +53,7 @@ def test_every_fused_linear_gets_rank_blocks_per_projection() -> None:
     appended = appended_rows(decoder)
     assert appended is not None and len(appended) == 2
     assert [tuple(rows.shape[:3]) for rows in appended[0]] == [
-        (2, len(site.projections), 16) for site in fuse_projections(projections_of(decoder.config))
+        (2, len(site.projections), 16) for site in linears_of(decoder.config)
     ]
     assert [rows.shape[3] for rows in appended[0]] == [32, 32, 32, 48]
     assert not any(rows.any() for of_layer in appended for rows in of_layer)

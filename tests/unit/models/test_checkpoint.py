@@ -7,8 +7,9 @@ import torch
 
 from loramux.errors import UnsupportedModel
 from loramux.models.architectures import parse_config
-from loramux.models.checkpoint import Slot, checkpoint_slots
+from loramux.models.checkpoint import checkpoint_slots
 from loramux.models.decoder import Decoder
+from loramux.models.slots import TensorSlot
 from tests.model_factory import FAMILIES, MODEL_CLASSES, tiny_config, tiny_transformers_model
 
 
@@ -40,7 +41,7 @@ def test_slots_cover_every_element_once(family: str) -> None:
 
 
 def test_wrong_shape_is_refused_with_both_shapes() -> None:
-    slot = Slot(torch.zeros(2, 3), (2, 3))
+    slot = TensorSlot(torch.zeros(2, 3), (2, 3))
     with pytest.raises(UnsupportedModel, match=r"x has shape \[3, 2\].*\[2, 3\]"):
         slot.fill("x", torch.zeros(3, 2))
 
@@ -48,10 +49,10 @@ def test_wrong_shape_is_refused_with_both_shapes() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
 def test_quantized_tensors_are_refused_not_cast(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedModel, match=f"x is stored as {dtype}"):
-        Slot(torch.zeros(2), (2,)).fill("x", torch.zeros(2).to(dtype))
+        TensorSlot(torch.zeros(2), (2,)).fill("x", torch.zeros(2).to(dtype))
 
 
 def test_one_tensor_can_fill_many_rows_plus_one() -> None:
     target = torch.zeros(3, 2)
-    Slot(target, (2,), plus=1.0).fill("norm", torch.tensor([0.5, -0.5]))
+    TensorSlot(target, (2,), plus=1.0).fill("norm", torch.tensor([0.5, -0.5]))
     assert target.tolist() == [[1.5, 0.5]] * 3

@@ -31,7 +31,7 @@ def test_shapes_equal_those_of_the_decoder(family: str) -> None:
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 4, "bfloat16")
     assert info.kv_layout(4, "bfloat16") == layout
     assert 4 * layout.token_bytes == layout.page_bytes
-    qkv = next(linear for linear in info.fused_linears if linear.name == "qkv")
+    qkv = next(linear for linear in info.linears if linear.name == "qkv")
     assert sum(qkv.out_features) == config.q_size + 2 * config.kv_size
 
 

@@ -11,7 +11,6 @@ from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 from loramux.models.loader import load_model
 from loramux.models.packed_linear import PackedLinear, can_pack, pack_linears
-from loramux.types.model import LINEARS
 from tests.model_factory import DenseAttention, save_hf_folder, tiny_transformers_model
 
 pytestmark = pytest.mark.skipif(
@@ -90,7 +89,7 @@ def test_every_site_is_packed_and_the_model_computes_the_same(decoder: Decoder) 
         expected = decoder.logits(decoder(tokens, positions, DenseAttention()))
         num_bytes = pack_linears(decoder, byte_limit=1 << 30)
         actual = decoder.logits(decoder(tokens, positions, DenseAttention()))
-    sites = [getattr(layer, site) for layer in decoder.layers for site in LINEARS]
+    sites = [linear for _, linear in decoder.linears()]
     sites.append(decoder.lm_head)
     assert all(isinstance(site, PackedLinear) for site in sites)
     assert num_bytes == sum(site.weight.nbytes for site in sites)

@@ -8,7 +8,7 @@ import torch
 from loramux.kernels.gpu.attention import ops as interpreted_attention
 from loramux.kernels.reference import elementwise, lora_segmented
 from loramux.kernels.select import select_device_kernels
-from loramux.runner.gpu_decoder import GpuDecoder
+from loramux.types.request import Selection
 from loramux.types.step import StepPlan
 from tests.chunk_factory import make_chunk
 from tests.device_factory import SplitKGemms, device_engine, reference_engine
@@ -52,15 +52,17 @@ def test_split_k_gemms_give_what_whole_ones_give(
     assert len(gemms.num_outputs) == 2 * len(runner._decoder._layers)
 
 
-def test_a_linear_without_a_dense_weight_is_refused(
+def test_a_linear_without_a_dense_weight_computes_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
-    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
-    fused = runner._decoder
-    fused._decoder.layers[0].qkv = torch.nn.Identity()
-    with pytest.raises(TypeError, match="no dense weight"):
-        GpuDecoder(fused._decoder, runner._kernels, fused.layout, fused._storage)
+    engine, runner = device_engine(
+        monkeypatch, model, tmp_path, max_sequences=2, quantization="int8"
+    )
+    assert {linear.weight for linear in runner._decoder._layers[0].mlp} == {None}
+    batch: list[tuple[tuple[int, ...], Selection]] = [(make_prompt(9, seed=2), ())]
+    expected = reference_engine(model, tmp_path, quantization="int8").prompt_logits(batch)
+    torch.testing.assert_close(engine.prompt_logits(batch), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_on_a_cpu_only_attention_goes_through_the_interpreter() -> None:

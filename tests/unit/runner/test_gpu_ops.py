@@ -12,13 +12,10 @@ import torch
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
 from loramux.kernels.reference import elementwise as reference
 from loramux.lora.graph_lora import BASE_MODE, LoraMode
+from loramux.models.architectures import linears_of, parse_config
 from loramux.models.layers import Linear
 from loramux.runner.gemm.dispatch import GemmDispatcher
 from loramux.runner.gpu_ops import (
-    DOWN,
-    GATE_UP,
-    OUT,
-    QKV,
     GpuLinear,
     SegmentedLinearOps,
 )
@@ -42,9 +39,11 @@ from tests.device_factory import (
 )
 from tests.engine_factory import make_prompt, make_request, run_all
 from tests.lora_factory import AUGMENTED, AUGMENTED_ATTENTION, SEGMENTED, SEGMENTED_ATTENTION
-from tests.model_factory import tiny_transformers_model
+from tests.model_factory import tiny_config, tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
+
+QKV, OUT, GATE_UP, DOWN = range(4)
 
 NUM_REPEATS = 2
 APART = replace(TILE, fuses_norm=False)
@@ -250,6 +249,13 @@ def test_without_appended_rows_there_are_no_augmented_graphs(
     assert list(runner.decode_graphs.graphs.made) == [(1, mode) for mode in modes]
 
 
+def gpu_linear(linear: Linear, layer: int, site: int) -> GpuLinear:
+    config = parse_config({**tiny_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]})
+    made = GpuLinear.of(config, layer, linears_of(config)[site], linear)
+    assert made.index == site
+    return made
+
+
 def test_linears_without_adapters_launch_no_lora_kernels() -> None:
     launched: list[tuple[str, int, int]] = []
 
@@ -272,7 +278,7 @@ def test_linears_without_adapters_launch_no_lora_kernels() -> None:
     torch.nn.init.normal_(linear.weight)
     for site in (QKV, OUT, GATE_UP, DOWN):
         ops = SegmentedLinearOps(reference, Step(), GemmDispatcher(None))
-        y = ops.linear(GpuLinear(linear.dense, None, 3, site), x)
+        y = ops.linear(gpu_linear(linear, 3, site), x)
         torch.testing.assert_close(y, linear(x))
     assert launched == [(name, 3, site) for site in (QKV, OUT) for name in ("shrink", "expand")]
 
@@ -299,8 +305,7 @@ def test_o_and_down_may_be_split_k_gemms() -> None:
     for step in (None, Step()):
         ops = SegmentedLinearOps(reference, step, SplitKGemms(2))
         found[step is None] = [
-            ops.linear(GpuLinear(linear.dense, None, 0, site), x).ndim
-            for site in (QKV, OUT, GATE_UP, DOWN)
+            ops.linear(gpu_linear(linear, 0, site), x).ndim for site in (QKV, OUT, GATE_UP, DOWN)
         ]
     assert found == {True: [2, 3, 2, 3], False: [2, 2, 2, 3]}
 
@@ -329,7 +334,7 @@ def test_gate_up_uses_the_swiglu_gemm_unless_adapters_are_added(
 
     linear, x, asked = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4), [torch.zeros(2, 3)]
     torch.nn.init.normal_(linear.weight)
-    gate_up = GpuLinear(linear.dense, None, 0, GATE_UP)
+    gate_up = gpu_linear(linear, 0, GATE_UP)
     found = SegmentedLinearOps(reference, Step(), FusedSwiglu(None)).glu(gate_up, x, "silu")
     if GATE_UP in covered:
         torch.testing.assert_close(found, reference.activate_mul(linear(x) + 1, "silu"))

@@ -17,17 +17,17 @@ from loramux.errors import AdapterNotFound, InvalidRequest, LoramuxError
 from loramux.server.naming.names import AdapterNames
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.types.adapter import AdapterCard, InspectedCard
-from loramux.types.model import BaseModelInfo, Projection
+from loramux.types.model import BaseModelInfo
 from loramux.types.request import FinishReason, Request, Selection, TokenLogprob
 from loramux.types.residency import ResidencyView
+from tests.linear_specs import specs_of
 
+_NAMES = ("q", "k", "v", "o", "gate", "up", "down")
 SHAPES = BaseModelInfo(
     name="base",
     architecture="LlamaForCausalLM",
     num_layers=2,
-    projections=tuple(
-        Projection(f"{name}_proj", 32, 32) for name in ("q", "k", "v", "o", "gate", "up", "down")
-    ),
+    linears=specs_of({f"{name}_proj": (32, 32) for name in _NAMES}),
     num_kv_heads=2,
     head_dim=16,
     vocab_size=512,

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -16,7 +15,7 @@ from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry
 from loramux.adapters.peft.types.matching import MODULE_PREFIX, Expected, Shape, match_entries
 from loramux.errors import AdapterRefused
-from loramux.types.model import PROJECTION_PLACES, BaseModelInfo, FusedLinear, TargetModule
+from loramux.types.model import BaseModelInfo, LinearSpec, TargetModule
 
 REPLACES_WEIGHTS = "it replaces whole weights of the base, which cannot be added up"
 
@@ -38,7 +37,7 @@ class LowRank:
 class VectorPlace:
     """Columns of a fused linear that a vector changes."""
 
-    fused: FusedLinear
+    fused: LinearSpec
     start: int
     kind: ExtraKind
     """GAIN: the values are factors, BIAS: they are added."""
@@ -81,15 +80,15 @@ class LinearRule(ABC):
 
 
 def column_place(base: BaseModelInfo, projection: str, kind: ExtraKind) -> VectorPlace:
-    """Returns the output columns of a projection, which may be a half of gate_up_proj."""
-    linear, number = PROJECTION_PLACES[projection]
-    whole = next(fused for fused in base.fused_linears if fused.name == linear)
-    if projection not in whole.projections:
-        return VectorPlace(whole, number * whole.out_features[0] // 2, kind)
-    fused = next(fused for fused in base.fused_linears if projection in fused.projections)
-    starts = accumulate(fused.out_features, initial=0)
-    start = dict(zip(fused.projections, starts, strict=False))[projection]
-    return VectorPlace(fused, start, kind)
+    """Returns the output columns of a projection."""
+    fused = next(fused for fused in base.linears if projection in fused.projections)
+    return VectorPlace(fused, fused.columns[projection].start, kind)
+
+
+def up_place(base: BaseModelInfo, kind: ExtraKind) -> VectorPlace:
+    """Returns the output columns that a gate multiplies."""
+    gated = next(fused for fused in base.linears if fused.is_gated)
+    return VectorPlace(gated, gated.num_outputs // 2, kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from loramux.adapters.peft.types.linear import (
     Tensors,
     VectorPlace,
     column_place,
+    up_place,
 )
 from loramux.adapters.peft.types.matching import Shape
 from loramux.types.model import BaseModelInfo, TargetModule
@@ -47,7 +48,7 @@ class Ia3Rule(LinearRule):
         if target.path not in self._feedforward:
             return column_place(self._base, target.projection, ExtraKind.GAIN)
         if target.projection == "down_proj":
-            return column_place(self._base, "up_proj", ExtraKind.GAIN)
+            return up_place(self._base, ExtraKind.GAIN)
         return None
 
     def vector(self, tensors: Tensors) -> torch.Tensor:

@@ -14,27 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels.gpu.lora.work_list import WorkListFull
-from loramux.types.model import LINEARS, PROJECTION_PLACES
+from loramux.types.model import LinearSpec
 
 Ints = NDArray[np.int32]
 
-# Vectors of a layer: of its fused linears in their order, then of its norms; the final norm's
-# follow those of all layers. A vector has (address of the gain, address of the bias) in units of
+# Vectors of a layer: of its norms, then of its linears in their order; the final norm's follow
+# those of all layers. A vector has (address of the gain, address of the bias) in units of
 # ALIGN_ELEMENTS, or NO_VECTOR.
-NUM_LINEARS = len(LINEARS)
-ATTENTION_NORM, MLP_NORM = NUM_LINEARS, NUM_LINEARS + 1
-VECTORS_PER_LAYER = NUM_LINEARS + 2
+ATTENTION_NORM, MLP_NORM = range(2)
+_NUM_NORMS = 2
 VECTOR_WORDS = 2
 NO_VECTOR = -1
-# Matrices of a layer: MATRICES_PER_LINEAR of each linear, for its projections in their order; those
-# of the model follow all layers.
-MATRICES_PER_LINEAR = 1 + max(number for _, number in PROJECTION_PLACES.values())
-MATRICES_PER_LAYER = MATRICES_PER_LINEAR * len(LINEARS)
-MATRIX_OF = {
-    name: LINEARS.index(linear) * MATRICES_PER_LINEAR + number
-    for name, (linear, number) in PROJECTION_PLACES.items()
-}
-"""Number of each projection's matrix within its layer."""
+# Matrices of a layer: of the projections of its linears, in their order; those of the model follow
+# all layers.
 EMBED_WEIGHT, EMBED_ROWS, EMBED_A, EMBED_B = range(4)
 HEAD_WEIGHT, HEAD_ROWS, HEAD_A, HEAD_B, HEAD_GAIN, HEAD_BIAS = range(4, 10)
 NUM_MODEL_MATRICES = 10
@@ -53,6 +45,23 @@ ROW_WORDS = 2
 ENTRY_WORDS = 2
 TILE_WORDS = 8
 TILE_SLOT, TILE_START, TILE_NUM_ROWS, TILE_WEIGHT, TILE_H_START, TILE_CHAIN = range(6)
+
+
+class LayerNumbers:
+    """Numbers of the vectors and matrices of a layer with these linears."""
+
+    def __init__(self, linears: Sequence[LinearSpec]) -> None:
+        self.vector_of = {spec.name: _NUM_NORMS + site for site, spec in enumerate(linears)}
+        self.num_vectors = _NUM_NORMS + len(linears)
+        names = [name for spec in linears for name in spec.projections]
+        self.matrix_of = {name: number for number, name in enumerate(names)}
+        self.num_matrices = len(names)
+
+    def vector(self, layer: int, number: int) -> int:
+        return layer * self.num_vectors + number
+
+    def matrix(self, layer: int, projection: str) -> int:
+        return layer * self.num_matrices + self.matrix_of[projection]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
