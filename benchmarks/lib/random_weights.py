@@ -19,21 +19,25 @@ from loramux.adapters.packed.fp12 import pack_fp12
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.packed.paged import OCTET, RankBlockLayout, fp12_elements
-from loramux.config.engine import EngineConfig, ResolvedConfig
+from loramux.config.engine import QUANTIZATIONS, EngineConfig, ResolvedConfig
 from loramux.config.fields import AUTO
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
+from loramux.kernels.linear import DENSE, LinearMethod
 from loramux.memory.device import host_buffer
 from loramux.memory.host_memory import total_memory_bytes
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
+from loramux.models.eight_bit_linear import EightBitLinear
+from loramux.models.int8_linear import Int8Linear
 from loramux.models.layers import HeadNorm, RMSNorm
+from loramux.models.linear_method import quantisation_at_load
 from loramux.models.loader import LoadedModel, done
 from loramux.models.packed_linear import pack_linears
 from loramux.runner.device_choice import choose_device, resolve_config
 from loramux.types.adapter import AdapterCard
-from loramux.types.model import BaseModelInfo
+from loramux.types.model import BaseModelInfo, LinearSpec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
@@ -87,12 +91,19 @@ def random_model(
     std: float,
     device: str = "cuda",
     seed: int = 0,
+    quantization: str = "none",
 ) -> LoadedModel:
     """Make a model whose weights depend on the seed, and on the dtype only by rounding."""
     config = parse_config(llama_settings(shape))
-    decoder = Decoder(config, dtype=dtype, device=device)
+    kept = quantisation_at_load(quantization, torch.device(device), dtype)
+    decoder = Decoder(config, dtype=dtype, device=device, quantisation=kept)
     generator = torch.Generator(device).manual_seed(seed)
+    for spec, linear in decoder.linears():
+        if linear.gemm_key != DENSE:
+            _fill_quantised(spec, linear, generator, std)
     for module in decoder.modules():
+        if isinstance(module, EightBitLinear | Int8Linear):
+            continue
         is_norm = isinstance(module, RMSNorm | HeadNorm)
         for parameter in module.parameters(recurse=False):
             noise = torch.randn(parameter.shape, device=device, generator=generator)
@@ -107,12 +118,23 @@ def random_model(
     )
 
 
+def _fill_quantised(
+    spec: LinearSpec, linear: LinearMethod, generator: torch.Generator, std: float
+) -> None:
+    for projection in spec.members:
+        shape = (projection.out_features, projection.in_features)
+        noise = torch.randn(shape, device=generator.device, generator=generator) * std
+        for slot in linear.slots(projection).values():
+            slot.fill(projection.name, noise)
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--device", type=device_of, default=AUTO, metavar="NAME")
     group.add_argument("--model", choices=SHAPES, help="shapes of the random model")
     group.add_argument("--layers", type=int, help="fewer layers than the model has")
     group.add_argument("--dtype", default="auto")
+    group.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
     group.add_argument("--max-batch-tokens", type=int, help="most tokens of a step")
     group.add_argument("--max-sequences", type=int, default=256)
     group.add_argument("--max-model-len", type=int, default=2048)
@@ -143,7 +165,13 @@ def make_engine(arguments: argparse.Namespace) -> tuple[LoadedModel, Engine]:
     """Make the engine that the options describe, with random weights."""
     began = time.perf_counter()
     dtype = dtype_of(arguments)
-    model = random_model(shape_of(arguments), dtype, std=0.02, device=arguments.device)
+    model = random_model(
+        shape_of(arguments),
+        dtype,
+        std=0.02,
+        device=arguments.device,
+        quantization=arguments.quantization,
+    )
     config = engine_config(arguments)
     if not config.is_gpu and not config.wants_device_kernels:
         pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)

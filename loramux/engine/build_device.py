@@ -88,7 +88,8 @@ class GpuExecutors:
         """All that the variants of the kernels depend on, besides their source."""
         decoder = self.model.decoder
         appended = [rows.shape for rows in (appended_rows(decoder) or [[]])[0]]
-        sizes = (self.model.config, decoder.dtype, self.kv, self.limits, appended)
+        formats = sorted({linear.gemm_key for _, linear in decoder.linears()})
+        sizes = (self.model.config, decoder.dtype, formats, self.kv, self.limits, appended)
         return repr((device_name(self.device), sizes))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,15 @@ class LinearMethod(Protocol):
 
     def with_weight(self, weight: Tensor) -> LinearMethod:
         """Make a linear with the same bias over another weight [out, in] in floating point."""
+        ...
+
+
+@runtime_checkable
+class SplitsInputs(Protocol):
+    """A linear that may leave the sum over splits of its inputs to the op that follows."""
+
+    def partial_sums(self, x: Tensor) -> Tensor:
+        """Compute y [tokens, out], or float32 [splits, tokens, out] to be summed."""
         ...
 
 

@@ -15,6 +15,7 @@ from loramux.kernels.ops import (
     JitLinearOps,
     Kernels,
 )
+from loramux.kernels.quantised_ops import QuantisedGemmOps
 from loramux.types.packing import Fp12PackOps
 
 # bfloat16 matrix instructions and asynchronous copies. From 9.0 on kernels with TMA and
@@ -102,6 +103,18 @@ def select_fp12_packer() -> Fp12PackOps | None:
     from loramux.kernels.cpu_jit import fp12
 
     return fp12
+
+
+def select_quantised_gemm(device: torch.device, dtype: torch.dtype) -> QuantisedGemmOps | None:
+    """The GEMMs over quantised weights; None: the device has no FP8 tensor cores, or no Triton."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    try:
+        from loramux.kernels.gpu import pdl
+        from loramux.kernels.gpu.gemm import quantised
+    except ImportError:
+        return None
+    return quantised if pdl.supports_pdl(device.type) else None
 
 
 def select_device_kernels(device: torch.device) -> DeviceKernels:

@@ -34,7 +34,7 @@ class Int8Slot:
         # A row of zeros has codes of 0 at any scale.
         scales = torch.where(largest == 0, 1.0, largest / LARGEST_CODE)
         self.scales.copy_(scales)
-        self.codes.copy_(rows.div_(scales[:, None]).round_())
+        self.codes.copy_((rows / scales[:, None]).round_())
 
 
 class Int8Linear(nn.Module):

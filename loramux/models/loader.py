@@ -88,7 +88,7 @@ def load_model(
     config = parse_config(read_config(folder), max_model_len=options.max_model_len)
     files = weight_files(folder)
     chosen = dtype if isinstance(dtype, torch.dtype) else dtype(config)
-    kept = quantisation_at_load(options.quantization)
+    kept = quantisation_at_load(options.quantization, torch.device(device), chosen)
     decoder = Decoder(config, dtype=chosen, device=device, quantisation=kept)
     if before_reading is not None:
         before_reading(decoder)

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from loramux.kernels.linear import DENSE, DenseWeight, LinearMethod
+from loramux.kernels.linear import DENSE, DenseWeight, LinearMethod, SplitsInputs
 from loramux.kernels.ops import (
     AugmentedLoraOps,
     DeviceAttentionPlan,
@@ -93,7 +93,9 @@ def multiply(
     """
     weight = weight or linear.weight
     if weight is None:
-        return linear.method(x)
+        method = linear.method
+        can_split = splits and linear.is_added and isinstance(method, SplitsInputs)
+        return method.partial_sums(x) if can_split else method(x)
     if splits and linear.is_added:
         return gemms.split_k(x, *weight)
     return gemms.linear(x, *weight)
