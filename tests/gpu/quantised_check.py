@@ -91,7 +91,8 @@ def check(*, rounds_inputs: bool, has_bias: bool) -> Section:
             row[str(num_rows)] = worst
         rows.append(row)
     kind = "inputs rounded to FP8" if rounds_inputs else "weight-only"
-    return Section(f"FP8, {kind}{', bias' if has_bias else ''}: relative error by rows", rows)
+    title = f"FP8, {kind}{', bias' if has_bias else ''}: relative error by rows"
+    return Section(title=title, rows=rows)
 
 
 def main() -> None:
