@@ -30,6 +30,7 @@ from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.eight_bit_linear import EightBitLinear
+from loramux.models.four_bit_linear import FourBitLinear
 from loramux.models.int8_linear import Int8Linear
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.models.linear_method import quantisation_at_load
@@ -102,7 +103,7 @@ def random_model(
         if linear.gemm_key != DENSE:
             _fill_quantised(spec, linear, generator, std)
     for module in decoder.modules():
-        if isinstance(module, EightBitLinear | Int8Linear):
+        if isinstance(module, EightBitLinear | FourBitLinear | Int8Linear):
             continue
         is_norm = isinstance(module, RMSNorm | HeadNorm)
         for parameter in module.parameters(recurse=False):

@@ -26,7 +26,7 @@ EVICTIONS: tuple[EvictionName, ...] = ("cost", "lru")
 SCHEDULES = ("fair", "fcfs")
 MERGES = ("off", "auto")
 POOLINGS = ("auto", "last", "mean")
-QUANTIZATIONS = ("none", "int8", "fp8")
+QUANTIZATIONS = ("none", "int8", "fp8", "int4")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 Auto = Literal["auto"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -103,7 +103,7 @@ class EngineConfig:
         MODEL,
         "Format that the weights of the layers are kept in. Valid values: "
         f"{', '.join(QUANTIZATIONS)}; int8: a byte per weight and a scale per output row; "
-        "fp8: FP8 weights and inputs, on a GPU of compute capability 9.0.",
+        "fp8: FP8 weights and inputs; int4: 4 bits in groups of 128; both on a Hopper GPU.",
         metavar="FORMAT",
         limit=one_of(*QUANTIZATIONS),
     )

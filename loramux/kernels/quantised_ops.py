@@ -88,7 +88,9 @@ class QuantisedGemmOps(Protocol):
     """
 
     MAX_ROWS: int
-    """Rows that `multiply_eight_bit` and `multiply_four_bit` take."""
+    """Rows that `multiply_eight_bit` takes."""
+    MAX_FOUR_BIT_ROWS: int
+    """Rows that `multiply_four_bit` takes."""
     VECTOR_ROWS: int
     """Rows that `multiply_vectors` takes."""
 

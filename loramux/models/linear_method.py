@@ -12,6 +12,7 @@ from loramux.errors import UnsupportedModel
 from loramux.kernels.linear import LinearMethod
 from loramux.kernels.select import select_quantised_gemm
 from loramux.models.eight_bit_linear import EightBitLinear
+from loramux.models.four_bit_linear import FourBitLinear
 from loramux.models.int8_linear import Int8Linear
 from loramux.models.layers import Linear
 from loramux.types.model import LinearSpec
@@ -36,6 +37,13 @@ class Fp8Rows:
 
     rounds_inputs: bool = True
     """Whether inputs are rounded to FP8 as well, at a scale per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Groups:
+    """4-bit codes with a scale and a zero point per group of inputs."""
+
+    group: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +84,27 @@ def eight_bit_linear(
     )
 
 
-METHODS: dict[type, MakeLinear] = {Int8Rows: int8_linear, Fp8Rows: eight_bit_linear}
+def four_bit_linear(
+    spec: LinearSpec, weight_format: Int4Groups, *, dtype: torch.dtype, device: torch.device
+) -> FourBitLinear | None:
+    ops, group = select_quantised_gemm(device, dtype), weight_format.group
+    if ops is None or not FourBitLinear.supports(spec, group):
+        return None
+    return FourBitLinear(spec, ops, group=group, dtype=dtype, device=device)
+
+
+METHODS: dict[type, MakeLinear] = {
+    Int8Rows: int8_linear,
+    Fp8Rows: eight_bit_linear,
+    Int4Groups: four_bit_linear,
+}
 """The linear of each format that is kept; weights in other formats are dequantised at the load."""
 
 AT_LOAD: dict[str, Callable[[], Quantisation | None]] = {
     "none": lambda: None,
     "int8": lambda: LayersAs(Int8Rows()),
     "fp8": lambda: LayersAs(Fp8Rows()),
+    "int4": lambda: LayersAs(Int4Groups()),
 }
 """Values of the setting `quantization`: formats that weights are brought to when they are read."""
 
@@ -94,10 +116,11 @@ def quantisation_at_load(
         raise UnsupportedModel(
             f"Weights cannot be quantised to {name!r}; valid values: {', '.join(AT_LOAD)}."
         )
-    if name == "fp8" and select_quantised_gemm(device, dtype) is None:
+    if name in ("fp8", "int4") and select_quantised_gemm(device, dtype) is None:
         raise UnsupportedModel(
-            "FP8 weights need an NVIDIA GPU of compute capability 9.0 (Hopper) or later, and a "
-            f"dtype of 16 bits; this is {dtype} on {device}. Use quantization int8 or none."
+            f"The quantization {name} needs an NVIDIA GPU of compute capability 9.0 (Hopper) or "
+            f"later, and a dtype of 16 bits; this is {dtype} on {device}. Use quantization int8 or "
+            "none."
         )
     return AT_LOAD[name]()
 

@@ -9,6 +9,7 @@ product of the rounded inputs.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,8 +19,10 @@ from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.report import Section, Table, parse_arguments, start_report
 from loramux.kernels.gpu.gemm import quantised
 from loramux.models.eight_bit_linear import EightBitLinear
+from loramux.models.four_bit_linear import FourBitLinear
 from loramux.types.model import LinearSpec
 
+QuantisedLinear = EightBitLinear | FourBitLinear
 ROWS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128, 129, 256, 1000)
 SHAPES = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -49,9 +52,22 @@ def make_linear(name: str, *, rounds_inputs: bool, has_bias: bool) -> EightBitLi
     return linear
 
 
-def expected(linear: EightBitLinear, x: Tensor) -> Tensor:
+def make_four_bit(name: str) -> FourBitLinear:
+    inputs, outputs = SHAPES[name]
+    names = ("q_proj", "k_proj", "v_proj")[: len(outputs)]
+    spec = LinearSpec(name=name, in_features=inputs, projections=names, out_features=outputs)
+    group = 128 if inputs % 256 == 0 else 32
+    linear = FourBitLinear(spec, quantised, group=group, dtype=torch.bfloat16, device="cuda")
+    for projection in spec.members:
+        for slot in linear.slots(projection).values():
+            noise = torch.randn(projection.out_features, inputs, device="cuda")
+            slot.fill(projection.name, noise * 0.02)
+    return linear
+
+
+def expected(linear: QuantisedLinear, x: Tensor) -> Tensor:
     values = x.float()
-    if linear.rounds_inputs:
+    if isinstance(linear, EightBitLinear) and linear.rounds_inputs:
         coded = quantised.quantise_rows(x, terms=1)
         values = coded.codes[0].float() * coded.scales[:, None]
     y = values.double() @ linear.weight.dequantised().double().t()
@@ -62,7 +78,7 @@ def error_of(y: Tensor, reference: Tensor) -> float:
     return float((y.double() - reference).abs().max() / reference.abs().max())
 
 
-def captured(linear: EightBitLinear, x: Tensor) -> Tensor:
+def captured(linear: QuantisedLinear, x: Tensor) -> Tensor:
     """Run the linear in a CUDA graph."""
     run = partial(linear, x)
     run()
@@ -74,10 +90,10 @@ def captured(linear: EightBitLinear, x: Tensor) -> Tensor:
     return y
 
 
-def check(*, rounds_inputs: bool, has_bias: bool) -> Section:
+def check(title: str, make: Callable[[str], QuantisedLinear]) -> Section:
     rows: Table = []
     for name in SHAPES:
-        linear = make_linear(name, rounds_inputs=rounds_inputs, has_bias=has_bias)
+        linear = make(name)
         row: dict[str, object] = {"linear": name}
         for num_rows in ROWS:
             x = torch.randn(num_rows, linear.in_features, device="cuda").bfloat16()
@@ -87,20 +103,19 @@ def check(*, rounds_inputs: bool, has_bias: bool) -> Section:
             total = sums.sum(dim=0) if sums.ndim == 3 else sums
             found = [linear(x), captured(linear, x), total]
             worst = max(error_of(y, reference) for y in found)
-            assert worst < LIMIT, f"{name}, {num_rows} rows: {worst}"
+            assert worst < LIMIT, f"{title}, {name}, {num_rows} rows: {worst}"
             row[str(num_rows)] = worst
         rows.append(row)
-    kind = "inputs rounded to FP8" if rounds_inputs else "weight-only"
-    title = f"FP8, {kind}{', bias' if has_bias else ''}: relative error by rows"
-    return Section(title=title, rows=rows)
+    return Section(title=f"{title}: relative error by rows", rows=rows)
 
 
 def main() -> None:
     arguments = parse_arguments(argparse.ArgumentParser(description=__doc__))
     torch.manual_seed(0)
     out = start_report("quantised-check", arguments, describe_machine("all", "cuda"))
-    for rounds_inputs in (True, False):
-        out.add(check(rounds_inputs=rounds_inputs, has_bias=rounds_inputs))
+    out.add(check("FP8, bias", partial(make_linear, rounds_inputs=True, has_bias=True)))
+    out.add(check("FP8 weights", partial(make_linear, rounds_inputs=False, has_bias=False)))
+    out.add(check("int4", make_four_bit))
     out.finish()
 
 

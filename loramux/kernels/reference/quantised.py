@@ -8,6 +8,7 @@ from torch import Tensor
 from loramux.kernels.quantised_ops import CodedRows, EightBitWeight, FourBitWeight
 
 MAX_ROWS = 128
+MAX_FOUR_BIT_ROWS = 64
 VECTOR_ROWS = 2
 FP8_MAX = 448.0
 LEAST_MAXIMUM = 1e-30

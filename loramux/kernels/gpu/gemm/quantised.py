@@ -24,7 +24,8 @@ REMAINDER_SCALE = tl.constexpr(1 / 16)
 """A remainder is at most 16 where the largest code is 448."""
 NIBBLE_SCALE = tl.constexpr(512.0)
 MAX_ROWS = 128
-"""Rows of one launch; a tile holds all of them."""
+"""Rows of one launch over 8-bit weights; a tile holds all of them."""
+MAX_FOUR_BIT_ROWS = 64
 VECTOR_ROWS = 2
 """Rows that are multiplied on FMA units, without codes of x."""
 _MIN_ROWS = 16
@@ -59,11 +60,17 @@ MANY_OUTPUTS = {
     64: TileLaunch(128, 128, (4, 3)),
     128: TileLaunch(128, 128, (6, 4), num_warps=8),
 }
-FOUR_BIT_LAUNCHES = {
-    16: TileLaunch(64, 256, (4, 3)),
+# Two terms of x, groups of 128: 54 us a layer with 16 rows and 66 with 32, of which o and down are
+# split in four. With 64 rows 140, and dequantised weights in bfloat16 take about 260.
+FEW_FOUR_BIT_OUTPUTS = {
+    16: TileLaunch(64, 256, (3, 3)),
     32: TileLaunch(64, 256, (3, 3)),
-    64: TileLaunch(64, 256, (3, 3)),
-    128: TileLaunch(64, 256, (3, 3)),
+    64: TileLaunch(128, 256, (3, 3), num_warps=8),
+}
+MANY_FOUR_BIT_OUTPUTS = {
+    16: TileLaunch(128, 256, (4, 4)),
+    32: TileLaunch(128, 256, (3, 3)),
+    64: TileLaunch(128, 256, (4, 4), num_warps=8),
 }
 
 
@@ -139,7 +146,7 @@ def multiply_vectors(x: Tensor, weight: EightBitWeight, y: Tensor, *, rounds: bo
 
 
 def multiply_four_bit(x: CodedRows, weight: FourBitWeight, y: Tensor) -> None:
-    """y = x @ weight.T of up to MAX_ROWS rows; x has the sums of the weight's groups.
+    """y = x @ weight.T of up to MAX_FOUR_BIT_ROWS rows; x has the sums of the weight's groups.
 
     y [rows, outputs], or float32 [splits, rows, outputs] for partial sums
     """
@@ -147,7 +154,8 @@ def multiply_four_bit(x: CodedRows, weight: FourBitWeight, y: Tensor) -> None:
     num_outputs = len(weight.codes)
     num_splits = len(y) if y.ndim == 3 else 1
     rows = _tile_rows(num_rows)
-    launch = FOUR_BIT_LAUNCHES[rows]
+    is_few = triton.cdiv(num_outputs, 64) <= num_sms(y.device.type)
+    launch = (FEW_FOUR_BIT_OUTPUTS if is_few else MANY_FOUR_BIT_OUTPUTS)[rows]
     four_bit_kernel[(triton.cdiv(num_outputs, launch.num_outputs), num_splits)](
         *(x.codes, weight.codes, weight.scales, x.scales, x.sums, y, num_rows, num_outputs),
         INPUTS=num_inputs,
