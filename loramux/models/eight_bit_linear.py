@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from loramux.kernels.linear import ALL_ROWS, LinearMethod, Slot
 from loramux.kernels.quantised_ops import CodedRows, EightBitWeight, QuantisedGemmOps
 from loramux.models.layers import Linear, empty_parameter
+from loramux.models.quantised.checkpoint import PackedRead
+from loramux.models.quantised.eight_bit import fp8_codes
 from loramux.models.slots import FLOAT_DTYPES, check_tensor, in_row_order, whole
 from loramux.types.model import LinearSpec, Projection, RowMap
+from loramux.types.quantisation import Fp8Format
 
 LARGEST_CODE = 448.0
 CODES = torch.float8_e4m3fn
 # The library's GEMMs take inputs and outputs in multiples of this.
 _ALIGNMENT = 16
+_BLOCK_INPUTS = 128
+_NAN = 0x7F
 # Split-K of a linear whose outputs are too few for all SMs.
 _NUM_SPLITS = 2
 _MAX_SPLIT_OUTPUTS = 8192
@@ -41,6 +46,17 @@ class EightBitSlot:
         self.scales.copy_(scales)
         self.codes.copy_((rows / scales).to(CODES))
 
+    def fill_packed(self, read: PackedRead) -> None:
+        assert isinstance(read.weight_format, Fp8Format)
+        codes, scales = fp8_codes(read.parts, read.weight_format)
+        check_tensor(f"{read.parts.module}.weight", codes, tuple(self.codes.shape), (CODES,))
+        has_nan = bool(((codes.view(torch.uint8) & _NAN) == _NAN).any())
+        if has_nan or not bool(scales.isfinite().all()):
+            raise read.parts.damaged()
+        self.codes.copy_(in_row_order(codes.view(torch.uint8), self.row_map).view(CODES))
+        scales = scales.expand(len(codes), -1)
+        self.scales.copy_(in_row_order(scales, self.row_map))
+
 
 class EightBitLinear(nn.Module):
     """Computes with the weight codes * scales; inputs are rounded to FP8 as well, or not."""
@@ -53,22 +69,30 @@ class EightBitLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         rounds_inputs: bool,
+        group: int | None = None,
     ) -> None:
-        """rounds_inputs: multiply the codes of inputs, at a scale per token"""
+        """Make a linear without weights.
+
+        rounds_inputs: multiply the codes of inputs, at a scale per token
+        group: inputs of an output that share a scale; None: all
+        """
         super().__init__()
         self.in_features, self.out_features = spec.in_features, spec.num_outputs
         self.dtype = dtype
         self.rounds_inputs = rounds_inputs
         rows = self.out_features
         self.codes = empty_parameter(rows, self.in_features, dtype=CODES, device=device)
-        self.scales = empty_parameter(rows, 1, dtype=torch.float32, device=device)
+        group = self.in_features if group is None else group
+        num_groups = -(-self.in_features // group)
+        self.scales = empty_parameter(rows, num_groups, dtype=torch.float32, device=device)
         self.bias = empty_parameter(rows, dtype=dtype, device=device) if spec.has_bias else None
-        self.weight = EightBitWeight(self.codes.data, self.scales.data, self.in_features)
+        self.weight = EightBitWeight(self.codes.data, self.scales.data, group)
         self._ops = ops
 
     @classmethod
-    def supports(cls, spec: LinearSpec) -> bool:
-        return spec.in_features % _ALIGNMENT == 0 and spec.num_outputs % _ALIGNMENT == 0
+    def supports(cls, spec: LinearSpec, block: tuple[int, int] | None) -> bool:
+        is_aligned = spec.in_features % _ALIGNMENT == 0 and spec.num_outputs % _ALIGNMENT == 0
+        return is_aligned and (block is None or block[1] == _BLOCK_INPUTS)
 
     def slots(self, projection: Projection) -> Mapping[str, Slot]:
         rows, row_map = projection.rows, projection.row_map
@@ -84,7 +108,9 @@ class EightBitLinear(nn.Module):
 
     @property
     def gemm_key(self) -> str:
-        return "fp8" if self.rounds_inputs else "fp8 weights"
+        if self.scales.shape[1] > 1:
+            return "FP8 weights in groups"
+        return "FP8" if self.rounds_inputs else "FP8 weights"
 
     @property
     def num_bytes(self) -> int:

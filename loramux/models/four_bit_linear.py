@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.errors import UnsupportedModel
 from loramux.kernels.linear import ALL_ROWS, LinearMethod, Slot
 from loramux.kernels.quantised_ops import FourBitWeight, QuantisedGemmOps
 from loramux.models.layers import Linear, empty_parameter
+from loramux.models.quantised.checkpoint import PackedRead
+from loramux.models.quantised.integer import INTEGERS_OF
 from loramux.models.slots import FLOAT_DTYPES, check_tensor, in_row_order, whole
 from loramux.types.model import LinearSpec, Projection, RowMap
 
@@ -44,6 +47,22 @@ class FourBitSlot:
         zeros = (-least / scales).round().clamp(0, LARGEST_CODE)
         codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, LARGEST_CODE)
         self._store(codes.view(rows.shape), scales, zeros)
+
+    def fill_packed(self, read: PackedRead) -> None:
+        integers = INTEGERS_OF[type(read.weight_format)](read.parts, read.weight_format)
+        codes, scales, zeros = integers.codes, integers.scales.float(), integers.zeros
+        name = f"{read.parts.module}.weight"
+        check_tensor(name, codes, (len(self.codes), 2 * self.codes.shape[1]), (torch.uint8,))
+        if integers.group_of is not None:
+            raise UnsupportedModel(
+                f"{name} orders its inputs by activation (g_idx), which config.json does not say: "
+                "set desc_act to true there."
+            )
+        zeros = zeros.float() if isinstance(zeros, Tensor) else torch.full_like(scales, zeros)
+        if not bool(scales.half().isfinite().all()):
+            raise read.parts.damaged()
+        in_order = (in_row_order(tensor, self.row_map) for tensor in (codes, scales, zeros))
+        self._store(*in_order)
 
     def _store(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> None:
         packed = FourBitWeight.pack(codes, scales, zeros, self.group)

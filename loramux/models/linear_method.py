@@ -15,7 +15,15 @@ from loramux.models.eight_bit_linear import EightBitLinear
 from loramux.models.four_bit_linear import FourBitLinear
 from loramux.models.int8_linear import Int8Linear
 from loramux.models.layers import Linear
+from loramux.models.quantised.integer import IntegerFormat
 from loramux.types.model import LinearSpec
+from loramux.types.quantisation import (
+    Activations,
+    AwqFormat,
+    Fp8Format,
+    GptqFormat,
+    PackedIntFormat,
+)
 
 
 class Quantisation(Protocol):
@@ -32,21 +40,6 @@ class Int8Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Rows:
-    """FP8 E4M3 codes with a scale per output."""
-
-    rounds_inputs: bool = True
-    """Whether inputs are rounded to FP8 as well, at a scale per token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Groups:
-    """4-bit codes with a scale and a zero point per group of inputs."""
-
-    group: int = 128
-
-
-@dataclass(frozen=True, slots=True)
 class LayersAs:
     """Keeps the linears of all layers in one format, and the output head in floating point."""
 
@@ -54,6 +47,17 @@ class LayersAs:
 
     def format_of(self, module: str) -> object | None:
         return self.weight_format if ".layers." in module else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormats:
+    """Keeps the weights that a checkpoint stores quantised in the formats of the checkpoint."""
+
+    quantisation: Quantisation
+    modules: frozenset[str]
+
+    def format_of(self, module: str) -> object | None:
+        return self.quantisation.format_of(module) if module in self.modules else None
 
 
 class MakeLinear(Protocol):
@@ -73,38 +77,54 @@ def int8_linear(
     return Int8Linear(spec, dtype=dtype, device=device)
 
 
-def eight_bit_linear(
-    spec: LinearSpec, weight_format: Fp8Rows, *, dtype: torch.dtype, device: torch.device
+def fp8_linear(
+    spec: LinearSpec, weight_format: Fp8Format, *, dtype: torch.dtype, device: torch.device
 ) -> EightBitLinear | None:
-    ops = select_quantised_gemm(device, dtype)
-    if ops is None or not EightBitLinear.supports(spec):
+    """Round inputs where the format does so at a scale per token; blocks keep their bits."""
+    ops, block, inputs = select_quantised_gemm(device, dtype), weight_format.block, None
+    if ops is None or not EightBitLinear.supports(spec, block):
         return None
+    if block is None:
+        inputs = weight_format.activations
     return EightBitLinear(
-        spec, ops, dtype=dtype, device=device, rounds_inputs=weight_format.rounds_inputs
+        spec,
+        ops,
+        dtype=dtype,
+        device=device,
+        group=None if block is None else block[1],
+        rounds_inputs=inputs is not None and inputs.dtype == "fp8",
     )
 
 
-def four_bit_linear(
-    spec: LinearSpec, weight_format: Int4Groups, *, dtype: torch.dtype, device: torch.device
+def int4_linear(
+    spec: LinearSpec, weight_format: IntegerFormat, *, dtype: torch.dtype, device: torch.device
 ) -> FourBitLinear | None:
-    ops, group = select_quantised_gemm(device, dtype), weight_format.group
-    if ops is None or not FourBitLinear.supports(spec, group):
+    ops, group = select_quantised_gemm(device, dtype), weight_format.group_size
+    is_reordered = isinstance(weight_format, GptqFormat) and weight_format.act_order
+    has_four_bits = isinstance(weight_format, AwqFormat) or weight_format.bits == 4
+    if ops is None or group is None or is_reordered or not has_four_bits:
+        return None
+    if not FourBitLinear.supports(spec, group):
         return None
     return FourBitLinear(spec, ops, group=group, dtype=dtype, device=device)
 
 
 METHODS: dict[type, MakeLinear] = {
     Int8Rows: int8_linear,
-    Fp8Rows: eight_bit_linear,
-    Int4Groups: four_bit_linear,
+    Fp8Format: fp8_linear,
+    AwqFormat: int4_linear,
+    GptqFormat: int4_linear,
+    PackedIntFormat: int4_linear,
 }
 """The linear of each format that is kept; weights in other formats are dequantised at the load."""
 
+FP8_AT_LOAD = Fp8Format(activations=Activations(dtype="fp8", scope="token", is_dynamic=True))
+INT4_AT_LOAD = PackedIntFormat(bits=4, group_size=128, symmetric=False)
 AT_LOAD: dict[str, Callable[[], Quantisation | None]] = {
     "none": lambda: None,
     "int8": lambda: LayersAs(Int8Rows()),
-    "fp8": lambda: LayersAs(Fp8Rows()),
-    "int4": lambda: LayersAs(Int4Groups()),
+    "fp8": lambda: LayersAs(FP8_AT_LOAD),
+    "int4": lambda: LayersAs(INT4_AT_LOAD),
 }
 """Values of the setting `quantization`: formats that weights are brought to when they are read."""
 

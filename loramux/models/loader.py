@@ -28,8 +28,13 @@ from loramux.models.folder import (
     weight_files,
 )
 from loramux.models.gguf_file import converted_folder
-from loramux.models.linear_method import quantisation_at_load
-from loramux.models.quantised.checkpoint import dequantised_weights
+from loramux.models.linear_method import StoredFormats, quantisation_at_load
+from loramux.models.packed_slots import PackedSlot
+from loramux.models.quantised.checkpoint import (
+    PackedRead,
+    dequantised_weights,
+    quantised_modules,
+)
 from loramux.models.tensor_files import NamedRead, stored_weights
 from loramux.models.text_config import text_config
 from loramux.types.vision import text_name
@@ -89,6 +94,8 @@ def load_model(
     files = weight_files(folder)
     chosen = dtype if isinstance(dtype, torch.dtype) else dtype(config)
     kept = quantisation_at_load(options.quantization, torch.device(device), chosen)
+    if kept is None and config.quantisation is not None:
+        kept = StoredFormats(config.quantisation, quantised_modules(files, config.quantisation))
     decoder = Decoder(config, dtype=chosen, device=device, quantisation=kept)
     if before_reading is not None:
         before_reading(decoder)
@@ -148,7 +155,10 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
         if slot is None:
             extra.append(name)
             continue
-        slot.fill(name, read())
+        if isinstance(read, PackedRead) and isinstance(slot, PackedSlot):
+            slot.fill_packed(read)
+        else:
+            slot.fill(name, read())
         if progress is not None:
             progress("Loading weights", 1 - len(slots) / num_slots)
     ignored = {"lm_head.weight"} if decoder.config.tie_embeddings else set()

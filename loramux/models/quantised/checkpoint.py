@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from loramux.models.quantised.bitsandbytes import STATE, dequantise_bnb4
 from loramux.models.quantised.eight_bit import dequantise_bnb8, dequantise_fp8, dequantise_int8
 from loramux.models.quantised.fp4 import dequantise_fp4
 from loramux.models.quantised.hqq import dequantise_hqq
-from loramux.models.quantised.integer import dequantise_awq, dequantise_gptq, dequantise_packed
+from loramux.models.quantised.integer import dequantise_integers
 from loramux.models.quantised.parts import Parts
 from loramux.models.tensor_files import NamedRead, Read, open_tensors
 from loramux.types.quantisation import (
@@ -33,13 +34,14 @@ from loramux.types.quantisation import (
     Quantisation,
     WeightFormat,
 )
+from loramux.types.vision import text_name
 
 DEQUANTISERS: dict[type[Any], Callable[[Parts, Any], Tensor]] = {
     Fp8Format: dequantise_fp8,
     Int8Format: dequantise_int8,
-    AwqFormat: dequantise_awq,
-    GptqFormat: dequantise_gptq,
-    PackedIntFormat: dequantise_packed,
+    AwqFormat: dequantise_integers,
+    GptqFormat: dequantise_integers,
+    PackedIntFormat: dequantise_integers,
     Fp4Format: dequantise_fp4,
     Bnb4Format: dequantise_bnb4,
     Bnb8Format: dequantise_bnb8,
@@ -86,6 +88,27 @@ def dequantised_weights(
         yield from QuantisedCheckpoint(files, quantisation, stack, device).weights()
 
 
+def quantised_modules(files: list[Path], quantisation: Quantisation) -> frozenset[str]:
+    """Return the names of the modules whose weight is stored quantised; reads headers alone."""
+    with ExitStack() as stack:
+        found = QuantisedCheckpoint(files, quantisation, stack, torch.device("cpu"))
+        return frozenset(text_name(module) or module for module in found.modules)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRead:
+    """Reads the weight of a quantised module: dequantised, or its parts."""
+
+    parts: Parts
+    weight_format: WeightFormat
+
+    def __call__(self) -> Tensor:
+        weight = DEQUANTISERS[type(self.weight_format)](self.parts, self.weight_format)
+        if not bool(weight.isfinite().all()):
+            raise self.parts.damaged()
+        return weight
+
+
 class QuantisedCheckpoint:
     """The tensors of safetensors files, in which modules of several tensors are one weight."""
 
@@ -122,6 +145,10 @@ class QuantisedCheckpoint:
             if set(parts) != {"weight"} or self._dtypes[parts["weight"]] not in FLOAT_NAMES
         }
 
+    @property
+    def modules(self) -> Iterable[str]:
+        return self._modules
+
     def weights(self) -> Iterator[NamedRead]:
         """Yield the name of every weight of the dense checkpoint with a function that reads it."""
         packed = {name: module for module, p in self._modules.items() for name in p.values()}
@@ -133,23 +160,16 @@ class QuantisedCheckpoint:
                     yield name, read
             elif module not in yielded:
                 yielded.add(module)
-                yield self._weight_name(module), partial(self._dequantise, module)
+                yield self._weight_name(module), self._read(module)
 
     def _weight_name(self, module: str) -> str:
         return module if "blocks" in self._modules[module] else f"{module}.weight"
 
-    def _dequantise(self, module: str) -> Tensor:
+    def _read(self, module: str) -> PackedRead:
         names = self._modules[module]
         weight_format = self._format_of(module, names)
         readers = {part: self._readers[name] for part, name in names.items()}
-        parts = Parts(module, weight_format.label, readers, self._device)
-        weight = DEQUANTISERS[type(weight_format)](parts, weight_format)
-        if not bool(weight.isfinite().all()):
-            raise UnsupportedModel(
-                f"The weight of {module} has NaN or infinite elements ({weight_format.label}): "
-                "its codes or scales are damaged. Fetch the file again."
-            )
-        return weight
+        return PackedRead(Parts(module, weight_format.label, readers, self._device), weight_format)
 
     def _format_of(self, module: str, names: dict[str, str]) -> WeightFormat:
         found = self._quantisation.format_of(module)

@@ -15,6 +15,16 @@ BNB_STEP = 1 / 127
 
 
 def dequantise_fp8(parts: Parts, weight_format: Fp8Format) -> Tensor:
+    codes, scales = fp8_codes(parts, weight_format)
+    values = codes.float()
+    if scales.shape[1] == 1:
+        return values.mul_(scales)
+    assert weight_format.block is not None
+    return values.mul_(spread_blocks(scales, codes.shape, (1, weight_format.block[1])))
+
+
+def fp8_codes(parts: Parts, weight_format: Fp8Format) -> tuple[Tensor, Tensor]:
+    """Read codes [rows, columns], and scales [rows or 1, 1] or [rows, column blocks] in float32."""
     name = scale_name(parts)
     weight = parts.matrix("weight", (FP8,))
     scale = parts.take(name, (*FLOATS, *E8M0_DTYPES))
@@ -23,13 +33,12 @@ def dequantise_fp8(parts: Parts, weight_format: Fp8Format) -> Tensor:
     scale = scale.float()
     if scale.ndim == 4:  # ModelOpt writes the grid as [rows, 1, columns, 1].
         scale = scale.squeeze(3).squeeze(1)
-    values = weight.float()
     if weight_format.block is None or scale.numel() == 1:
-        return values.mul_(per_row(parts, name, scale, len(weight)))
+        return weight, per_row(parts, name, scale, len(weight))
     rows, columns = weight_format.block
     grid = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
     parts.check_shape(name, scale, grid)
-    return values.mul_(spread_blocks(scale, weight.shape, weight_format.block))
+    return weight, scale.repeat_interleave(rows, dim=0)[: len(weight)]
 
 
 def scale_name(parts: Parts) -> str:

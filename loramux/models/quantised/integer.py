@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,15 +17,35 @@ AWQ_BITS = 4
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output 8 * word + i of AWQ is nibble AWQ_NIBBLES[i] of the word."""
 INTEGERS = (torch.int32, torch.int64)
+IntegerFormat = AwqFormat | GptqFormat | PackedIntFormat
 
 
-def dequantise_awq(parts: Parts, weight_format: AwqFormat) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class IntegerWeight:
+    """weight = (codes - zeros) * scales, of the group of each input."""
+
+    codes: Tensor
+    """[outputs, inputs]"""
+    scales: Tensor
+    """[outputs, groups]"""
+    zeros: Tensor | float
+    """[outputs, groups], or one for all"""
+    group_of: Tensor | None = None
+    """Group of each input; None: groups of consecutive inputs."""
+
+    def dequantised(self) -> Tensor:
+        if self.group_of is None:
+            return grouped(self.codes, self.scales, self.zeros)
+        return by_index(self.codes, self.scales, self.zeros, self.group_of)
+
+
+def awq_integers(parts: Parts, weight_format: AwqFormat) -> IntegerWeight:
     words = parts.matrix("qweight", (torch.int32,))
     inputs, out = words.shape[0], words.shape[1] * WORD_BITS // AWQ_BITS
     groups = inputs // parts.group(weight_format.group_size, inputs)
     zeros = parts.take("qzeros", (torch.int32,), shape=(groups, words.shape[1]))
     scale = parts.take("scales", shape=(groups, out))
-    return grouped(awq_codes(words).t().contiguous(), scale.t(), awq_codes(zeros).t())
+    return IntegerWeight(awq_codes(words).t().contiguous(), scale.t(), awq_codes(zeros).t())
 
 
 def awq_codes(words: Tensor) -> Tensor:
@@ -29,7 +53,7 @@ def awq_codes(words: Tensor) -> Tensor:
     return codes[:, :, AWQ_NIBBLES].flatten(1)
 
 
-def dequantise_gptq(parts: Parts, weight_format: GptqFormat) -> Tensor:
+def gptq_integers(parts: Parts, weight_format: GptqFormat) -> IntegerWeight:
     bits = weight_format.bits
     words = parts.matrix("qweight", (torch.int32,))
     inputs, out = words.shape[0] * WORD_BITS // bits, words.shape[1]
@@ -38,9 +62,7 @@ def dequantise_gptq(parts: Parts, weight_format: GptqFormat) -> Tensor:
     zero = gptq_zeros(parts, weight_format, (groups, out * bits // WORD_BITS)).t()
     codes = unpack_words(words.t(), bits)
     group_of = group_index(parts, "g_idx", inputs, groups, is_needed=weight_format.act_order)
-    if group_of is None:
-        return grouped(codes, scale, zero)
-    return by_index(codes, scale, zero, group_of)
+    return IntegerWeight(codes, scale, zero, group_of)
 
 
 def gptq_zeros(parts: Parts, weight_format: GptqFormat, shape: tuple[int, int]) -> Tensor:
@@ -78,7 +100,7 @@ def group_index(
     return None if is_plain else found
 
 
-def dequantise_packed(parts: Parts, weight_format: PackedIntFormat) -> Tensor:
+def packed_integers(parts: Parts, weight_format: PackedIntFormat) -> IntegerWeight:
     bits = weight_format.bits
     words = parts.matrix("weight_packed", (torch.int32,))
     out, inputs = packed_shape(parts, words, bits)
@@ -91,9 +113,7 @@ def dequantise_packed(parts: Parts, weight_format: PackedIntFormat) -> Tensor:
         zero = unpack_words(packed.t(), bits)[:, :out].t()
     codes = unpack_words(words, bits)[:, :inputs].contiguous()
     group_of = group_index(parts, "weight_g_idx", inputs, groups, is_needed=False)
-    if group_of is None:
-        return grouped(codes, scale, zero)
-    return by_index(codes, scale, zero, group_of)
+    return IntegerWeight(codes, scale, zero, group_of)
 
 
 def packed_shape(parts: Parts, words: Tensor, bits: int) -> tuple[int, int]:
@@ -102,3 +122,14 @@ def packed_shape(parts: Parts, words: Tensor, bits: int) -> tuple[int, int]:
     out, inputs = (int(size) for size in shape)
     parts.check_shape("weight_packed", words, (out, -(-inputs * bits // WORD_BITS)))
     return out, inputs
+
+
+INTEGERS_OF: dict[type[Any], Callable[[Parts, Any], IntegerWeight]] = {
+    AwqFormat: awq_integers,
+    GptqFormat: gptq_integers,
+    PackedIntFormat: packed_integers,
+}
+
+
+def dequantise_integers(parts: Parts, weight_format: IntegerFormat) -> Tensor:
+    return INTEGERS_OF[type(weight_format)](parts, weight_format).dequantised()

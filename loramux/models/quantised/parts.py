@@ -79,3 +79,9 @@ class Parts:
                 "divide."
             )
         return size or inputs
+
+    def damaged(self) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"The weight of {self.module} has NaN or infinite elements ({self.label}): its codes "
+            "or scales are damaged. Fetch the file again."
+        )
