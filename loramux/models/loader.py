@@ -33,7 +33,7 @@ from loramux.models.packed_slots import PackedSlot
 from loramux.models.quantised.checkpoint import (
     PackedRead,
     dequantised_weights,
-    quantised_modules,
+    packed_modules,
 )
 from loramux.models.tensor_files import NamedRead, stored_weights
 from loramux.models.text_config import text_config
@@ -95,7 +95,7 @@ def load_model(
     chosen = dtype if isinstance(dtype, torch.dtype) else dtype(config)
     kept = quantisation_at_load(options.quantization, torch.device(device), chosen)
     if kept is None and config.quantisation is not None:
-        kept = StoredFormats(config.quantisation, quantised_modules(files, config.quantisation))
+        kept = StoredFormats(config.quantisation, packed_modules(files, config.quantisation))
     decoder = Decoder(config, dtype=chosen, device=device, quantisation=kept)
     if before_reading is not None:
         before_reading(decoder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -88,11 +88,18 @@ def dequantised_weights(
         yield from QuantisedCheckpoint(files, quantisation, stack, device).weights()
 
 
-def quantised_modules(files: list[Path], quantisation: Quantisation) -> frozenset[str]:
-    """Return the names of the modules whose weight is stored quantised; reads headers alone."""
+def packed_modules(files: list[Path], quantisation: Quantisation) -> frozenset[str]:
+    """Return the modules whose codes can be kept as they are; reads headers alone.
+
+    Modules in floating point are none of them, nor those whose inputs are ordered by activation.
+    """
     with ExitStack() as stack:
-        found = QuantisedCheckpoint(files, quantisation, stack, torch.device("cpu"))
-        return frozenset(text_name(module) or module for module in found.modules)
+        found = QuantisedCheckpoint(files, quantisation, stack, torch.device("cpu")).modules
+        return frozenset(
+            text_name(module) or module
+            for module, parts in found.items()
+            if "weight_g_idx" not in parts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,8 @@ class QuantisedCheckpoint:
         }
 
     @property
-    def modules(self) -> Iterable[str]:
+    def modules(self) -> Mapping[str, Mapping[str, str]]:
+        """The tensors of each quantised module: names by the end of the name."""
         return self._modules
 
     def weights(self) -> Iterator[NamedRead]:
