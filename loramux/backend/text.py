@@ -35,6 +35,8 @@ class ModelCard(HostCard):
     shapes: BaseModelInfo | None = None
     packing: PackingKind = "dense"
     """The layout of adapters on the device."""
+    kept_formats: tuple[str, ...] = ()
+    """Formats other than floating point in which weights of layers are kept."""
     pooling: ModelPooling = ModelPooling()
     compiles_kernels: bool = False
     """Whether steps are slower at first, until CPU kernels have been compiled."""

@@ -176,12 +176,20 @@ def image_command(url: str, body: dict[str, Any]) -> str:
     )
 
 
+def weight_text(card: ModelCard) -> str:
+    """Return how quantised weights are kept; empty if there are none."""
+    if card.kept_formats:
+        return f"kept as {' and '.join(card.kept_formats)}"
+    stored = "" if card.shapes is None else card.shapes.quantisation
+    return stored and f"{stored}, dequantised to {card.dtype} when loaded"
+
+
 def engine_facts(card: HostCard) -> Iterator[tuple[str, str]]:
     """The device of a running engine and the sizes that follow from it, by name."""
     device = "CPU" if card.gpu_name is None else f"{card.gpu_name} ({card.device})"
     yield "Device", f"{device}, {card.dtype}"
-    if isinstance(card, ModelCard) and card.shapes is not None and card.shapes.quantisation:
-        yield "Weights", f"{card.shapes.quantisation}, dequantised to {card.dtype} when loaded"
+    if isinstance(card, ModelCard) and (weights := weight_text(card)):
+        yield "Weights", weights
     page_bytes = card.pool_bytes // max(1, card.num_pages)
     pages = f", {card.num_pages} pages of {size_text(page_bytes)}" if card.num_pages else ""
     use = "adapters of images"

@@ -251,6 +251,7 @@ def _model_card(
         kv_cache_dtype=engine.executor.kv.dtype,
         shapes=engine.catalog.base,
         packing="paged" if config.wants_device_kernels else "dense",
+        kept_formats=model.decoder.kept_formats,
         pooling=engine.pooling,
         max_loras=engine.scheduler.config.max_loras,
         host_memory_bytes=config.host_memory_bytes,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loramux.kernels.linear import LinearMethod
+from loramux.kernels.linear import DENSE, LinearMethod
 from loramux.kernels.ops import AttendArgs
 from loramux.models.architectures import DecoderConfig, head_linear, linears_of
 from loramux.models.families import HeadNormScope
@@ -185,6 +185,11 @@ class Decoder(nn.Module):
         for layer in cast("list[DecoderLayer]", list(self.layers)):
             for spec in layer.specs:
                 yield spec, layer.linear(spec.name)
+
+    @property
+    def kept_formats(self) -> tuple[str, ...]:
+        """Formats other than floating point in which weights of layers are kept."""
+        return tuple(sorted({linear.gemm_key for _, linear in self.linears()} - {DENSE}))
 
     def describe(
         self,
