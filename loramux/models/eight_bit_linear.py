@@ -146,7 +146,7 @@ class EightBitLinear(nn.Module):
             and self.in_features % _SPLIT_INPUTS == 0
         )
         if not is_split:
-            return self(x)
+            return self.forward(x)
         sums = x.new_empty(_NUM_SPLITS, len(x), self.out_features, dtype=torch.float32)
         ops.multiply_eight_bit(self._coded(x.contiguous()), self.weight, sums)
         return sums

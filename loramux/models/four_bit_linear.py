@@ -140,7 +140,7 @@ class FourBitLinear(nn.Module):
         depth = 2 * self.weight.group * _NUM_SPLITS
         is_small = len(x) <= self._ops.MAX_FOUR_BIT_ROWS
         if not is_small or self.bias is not None or self.in_features % depth:
-            return self(x)
+            return self.forward(x)
         sums = x.new_empty(_NUM_SPLITS, len(x), self.out_features, dtype=torch.float32)
         self._multiply(x, sums)
         return sums

@@ -198,7 +198,7 @@ def dequantise(weight: EightBitWeight | FourBitWeight, out: Tensor) -> None:
 
 
 def _tile_rows(num_rows: int) -> int:
-    return max(_MIN_ROWS, triton.next_power_of_2(num_rows))
+    return max(_MIN_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
 @triton.jit
