@@ -74,7 +74,7 @@ class DecodeSteps:
             start = time.perf_counter()
             result = runner.run(plan)
             return time.perf_counter() - start, [
-                token for _, (token,) in sorted(result.token_ids.items())
+                token for _, (token,) in sorted(result.accepted.items())
             ]
         finally:
             runner._lora.merged = None

@@ -161,7 +161,9 @@ def linear_method(
     if quantisation is not None:
         found = _format(spec, quantisation, path)
         make = METHODS.get(type(found))
-        method = make and make(spec, found, dtype=dtype, device=torch.device(device))
+        method = None
+        if make is not None:
+            method = make(spec, found, dtype=dtype, device=torch.device(device))
         if method is not None:
             return method
     return Linear(

@@ -94,8 +94,9 @@ def multiply(
     weight = weight or linear.weight
     if weight is None:
         method = linear.method
-        can_split = splits and linear.is_added and isinstance(method, SplitsInputs)
-        return method.partial_sums(x) if can_split else method(x)
+        if splits and linear.is_added and isinstance(method, SplitsInputs):
+            return method.partial_sums(x)
+        return method(x)
     if splits and linear.is_added:
         return gemms.split_k(x, *weight)
     return gemms.linear(x, *weight)
