@@ -1,4 +1,4 @@
-"""Linears over FP8 weights against products with their dequantised weight."""
+"""Linears over FP8 weights against GEMMs with their dequantised weight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rows_are_quantised_in_the_order_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 128, 130])
-def test_weight_only_products_are_exact(num_rows: int) -> None:
+def test_weight_only_gemms_are_exact(num_rows: int) -> None:
     linear, _ = filled(rounds_inputs=False)
     assert linear.bias is not None
     x = torch.randn(num_rows, 64)

@@ -1,4 +1,4 @@
-"""Linears over 4-bit weights against products with their dequantised weight."""
+"""Linears over 4-bit weights against GEMMs with their dequantised weight."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_weights_are_rounded_within_their_group() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 64, 70])
-def test_products_keep_eight_bits_of_inputs(num_rows: int, has_bias: bool) -> None:
+def test_gemms_keep_eight_bits_of_inputs(num_rows: int, has_bias: bool) -> None:
     linear, _ = filled(has_bias=has_bias)
     x = torch.randn(num_rows, 256)
     expected = x.double() @ linear.dequantised_rows().double().t()
