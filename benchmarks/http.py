@@ -113,7 +113,7 @@ class Plan:
     last_token: int
 
     def prompts(self, case: Case, run: int) -> list[list[int]]:
-        """The prompts of a run; no two runs of a process share one."""
+        """Return the prompts of a run; no two runs of a process share one."""
         source = random.Random(f"{case} {run}")
         return [
             [source.randrange(FIRST_TOKEN, self.last_token) for _ in range(self.num_input)]
@@ -232,7 +232,7 @@ def make_adapters(
 
 @contextmanager
 def serving(plan: Plan, folder: Path, *, with_adapters: bool) -> Iterator[StartedServer]:
-    """The server with its default flags; the base is named "base" in requests."""
+    """Yield the server with its default flags; the base is named "base" in requests."""
     flags = ["--model", plan.model, "--served-model-name", "base"]
     for name, value in (("--device", plan.device), ("--dtype", plan.dtype)):
         flags += [name, value] if value is not None else []

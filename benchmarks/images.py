@@ -77,7 +77,7 @@ def vae_of(channels: Sequence[int], latents: int, scale: float, shift: float | N
 
 
 def flux(*, toy: bool) -> Any:
-    """The shapes of FLUX.1-dev: 11.9 billion parameters in the transformer."""
+    """Return the shapes of FLUX.1-dev: 11.9 billion parameters in the transformer."""
     pooled, joint = (64, 64) if toy else (768, 4096)
     small: dict[str, Any] = {
         "num_layers": 1,
@@ -100,7 +100,7 @@ def flux(*, toy: bool) -> Any:
 
 
 def sdxl() -> Any:
-    """The shapes of SDXL: 2.6 billion parameters in the UNet."""
+    """Return the shapes of SDXL: 2.6 billion parameters in the UNet."""
     net = library.UNet2DConditionModel(
         sample_size=128,
         block_out_channels=(320, 640, 1280),
@@ -204,7 +204,7 @@ def seconds_of(work: Callable[[], object], args: argparse.Namespace) -> float:
 
 
 def measure(engine: ImageEngine, args: argparse.Namespace) -> Table:
-    """Returns seconds per image on the base and with another adapter for each image."""
+    """Return seconds per image on the base and with another adapter for each image."""
     rows: Table = []
     for batch in args.batches:
         took: dict[bool, list[float]] = {False: [], True: []}
@@ -234,7 +234,7 @@ def quiet() -> None:
 
 
 def compare_stock(pipe: Any, tensors: Sequence[dict[str, Tensor]], rows: Table, args: Any) -> None:
-    """Adds the seconds per image of diffusers, which switches between images."""
+    """Add the seconds per image of diffusers, which switches between images."""
     quiet()
     for number, given in enumerate(tensors):
         pipe.load_lora_weights(dict(given), adapter_name=f"adapter-{number}")
@@ -257,7 +257,7 @@ def tensors_of(adapter: ImageAdapter) -> dict[str, Tensor]:
 
 
 def tolerance(engine: ImageEngine, args: argparse.Namespace) -> Table:
-    """Compares the pixels of a mixed batch with those of each request alone."""
+    """Compare the pixels of a mixed batch with those of each request alone."""
     requests = requests_of(args, max(args.batches), mixed=True)
     together = draw(engine, requests)
     off = [

@@ -142,7 +142,7 @@ class FilesUnavailable(LoramuxError):
 
 
 def machine_error(error: OSError) -> LoramuxError | None:
-    """Returns the error of a machine that lacks something, without paths; None: it is another."""
+    """Return the error of a machine that lacks something, without paths; None: it is another."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull("The disk of this server is full.")
     if error.errno in (errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -180,7 +180,9 @@ class SourceChanged(SourceFailed):
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
-    """A sentence for an error message that names the valid values nearest to a misspelt one."""
+    """Return a sentence for an error message that names the valid values nearest to a
+    misspelt one.
+    """
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     if close:
         return f"Did you mean {' or '.join(close)}?"

@@ -67,7 +67,7 @@ FRAGMENTS = ("Of ",)
 
 
 def identifier_faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields retired words in the names that this file defines."""
+    """Yield retired words in the names that this file defines."""
     for node in ast.walk(tree):
         for name in _defined(node):
             if name in ALLOWED_NAMES:
@@ -90,7 +90,7 @@ def _defined(node: ast.AST) -> list[str]:
 
 
 def text_faults(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields retired words in docstrings and comments, and docstrings that are fragments."""
+    """Yield retired words in docstrings and comments, and docstrings that are fragments."""
     for line, text in [*_docstrings(tree), *_comments(source)]:
         for pattern, fix in TEXT_WORDS.items():
             found = pattern.search(text)

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def bar() -> str:
-    """Returns the kind of progress that this pip reports to a program; off: it has none."""
+    """Return the kind of progress that this pip reports to a program; off: it has none."""
     found = subprocess.run(
         [sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=True
     )
@@ -66,7 +66,7 @@ class Report:
         self._received = ""
 
     def follow(self, lines: queue.SimpleQueue[str | None]) -> Iterator[str]:
-        """Yields what to print, until pip has closed its output."""
+        """Yield what to print, until pip has closed its output."""
         said_s = time.monotonic()
         while True:
             try:
@@ -83,7 +83,7 @@ class Report:
                 yield text
 
     def _take(self, line: str) -> str:
-        """Takes a line, or an empty one; returns what to say at once."""
+        """Take a line, or an empty one; return what to say at once."""
         if received := RECEIVED.match(line):
             done, total = (int(part) / 1e6 for part in received.groups())
             self._received = f", {done:.0f} of {total:.0f} MB"
@@ -112,7 +112,7 @@ class Report:
 
 
 def part_of(file_name: str) -> str:
-    """Returns package and version of a wheel or archive."""
+    """Return package and version of a wheel or archive."""
     name = file_name.removesuffix(".metadata").replace("%2B", "+")
     return "-".join(name.split("-")[:2]) if name.endswith(".whl") else name
 

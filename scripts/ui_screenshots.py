@@ -127,7 +127,7 @@ def shoot_schemes(page: Page, folder: Path, name: str) -> None:
 
 
 def shoot_images(browser: Browser, work: Path, folder: Path) -> None:
-    """Takes the playground of a server that draws, with the small image model."""
+    """Take the playground of a server that draws, with the small image model."""
     with running_server(work / "log", "--images", timeout_s=START_S) as running:
         for size, viewport in SIZES.items():
             with watched_page(browser, running.url, viewport=viewport) as (page, _):

@@ -35,7 +35,7 @@ class AugmentedWorld:
     blocks: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
     def step(self, rows: Sequence[Selection], launch: AugmentedLaunch) -> None:
-        """Writes the step's work list to the tables; every row has an item."""
+        """Write the step's work list to the tables; every row has an item."""
         tables = self.lora.tables
         limits = replace(
             LIMITS, few_rows=int(launch.tile_rows == 1), max_rows=len(rows), max_h_rows=0
@@ -51,11 +51,13 @@ class AugmentedWorld:
         return AugmentedSite(self.lora.tables, self.lora.pool, launch, layer, site)
 
     def gemm(self, x: Tensor, layer: int, site: int) -> Tensor:
-        """The GEMM of the augmented weight: [rows, outputs + appended rows]."""
+        """Return the GEMM of the augmented weight: [rows, outputs + appended rows]."""
         return x @ self._augmented(layer, site).t()
 
     def split_k(self, x: Tensor, layer: int, site: int, splits: int) -> Tensor:
-        """The GEMM's split-K partial sums: float32 [splits, rows, outputs + appended rows]."""
+        """Return the GEMM's split-K partial sums: float32 [splits, rows, outputs +
+        appended rows].
+        """
         weight = self._augmented(layer, site).float()
         columns = zip(x.float().chunk(splits, 1), weight.chunk(splits, 1), strict=True)
         return torch.stack([some @ of_weight.t() for some, of_weight in columns])
@@ -79,7 +81,7 @@ def make_augmented_world(
     skip: Sequence[tuple[int, int]] = (),
     is_fp12: bool = False,
 ) -> AugmentedWorld:
-    """Copies every adapter to augmented weights, the last block first; free blocks are NaN."""
+    """Copy every adapter to augmented weights, the last block first; free blocks are NaN."""
     lora = make_world(ranks, dtype=dtype, skip=skip, is_fp12=is_fp12)
     dtype = lora.pool.dtype
     num_blocks = int(lora.index.num_blocks.sum()) + 2
@@ -114,7 +116,7 @@ def make_augmented_world(
 
 
 def two_ctas(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
-    """Launches two CTAs for the tiles of a step; is_early: B is loaded before y."""
+    """Launch two CTAs for the tiles of a step; is_early: B is loaded before y."""
     from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 
     monkeypatch.setattr(AugmentedSite, "max_tiles", lambda *_: 2)

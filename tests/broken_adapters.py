@@ -36,7 +36,7 @@ class Broken:
 
 
 def with_config(**overrides: Any) -> Build:
-    """Builds valid tensors with an invalid config."""
+    """Build valid tensors with an invalid config."""
 
     def build(folder: Path, base_config: Any) -> None:
         write_adapter(folder, lora_config_dict(**overrides), lora_tensors(base_config))
@@ -52,7 +52,7 @@ def with_config_text(text: str) -> Build:
 
 
 def with_tensors(change: Callable[[dict[str, torch.Tensor]], Any], **overrides: Any) -> Build:
-    """Builds tensors that `change` edits in place."""
+    """Build tensors that `change` edits in place."""
 
     def build(folder: Path, base_config: Any) -> None:
         tensors = lora_tensors(base_config)
@@ -63,13 +63,13 @@ def with_tensors(change: Callable[[dict[str, torch.Tensor]], Any], **overrides: 
 
 
 def sparse(folder: Path, base_config: Any) -> None:
-    """Builds a weights file of over 8 GiB that takes no room on the disk."""
+    """Build a weights file of over 8 GiB that takes no room on the disk."""
     write_adapter(folder, lora_config_dict(), lora_tensors(base_config))
     os.truncate(folder / WEIGHTS, 2**33 + 1)
 
 
 def with_bytes(make: Callable[[bytes], bytes]) -> Build:
-    """Builds a weights file from a valid one with `make`."""
+    """Build a weights file from a valid one with `make`."""
 
     def build(folder: Path, base_config: Any) -> None:
         write_adapter(folder, lora_config_dict(), make(save(lora_tensors(base_config))))
@@ -78,7 +78,7 @@ def with_bytes(make: Callable[[bytes], bytes]) -> Build:
 
 
 def with_header(change: Callable[[dict[str, Any]], Any]) -> Build:
-    """Builds a weights file with a header that `change` edits in place."""
+    """Build a weights file with a header that `change` edits in place."""
 
     def rewrite(content: bytes) -> bytes:
         (length,) = struct.unpack("<Q", content[:8])

@@ -31,7 +31,7 @@ class Authority:
         self.certificate.write_bytes(_pem(made.sign(self._key, hashes.SHA256())))
 
     def issue(self, name: str, *, password: str | None = None) -> tuple[Path, Path]:
-        """Returns the files of a new certificate and of its key."""
+        """Return the files of a new certificate and of its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName(
             [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]

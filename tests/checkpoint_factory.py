@@ -27,7 +27,7 @@ _OPEN_CLIP = {
 
 
 def sdxl_checkpoint(pipe: Any) -> dict[str, Tensor]:
-    """A Stable Diffusion XL pipeline as A1111 and ComfyUI keep it."""
+    """Return a Stable Diffusion XL pipeline as A1111 and ComfyUI keep it."""
     found = {f"model.diffusion_model.{k}": v for k, v in unet_tensors(pipe.unet).items()}
     found |= {f"first_stage_model.{k}": v for k, v in vae_tensors(pipe.vae).items()}
     found |= clip_tensors(pipe.text_encoder, "conditioner.embedders.0.transformer.")

@@ -55,7 +55,7 @@ class Shell:
         return write_tiny(self.folder / f"adapter-{seed}", seed)
 
     def push(self, reference: str, seed: int = 0) -> str:
-        """The CID."""
+        """Return the CID."""
         if not self.data.exists():
             write_empty_registry(self.data / "registry.db")
         self.ok("push", self.adapter(seed), reference)

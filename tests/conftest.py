@@ -54,14 +54,14 @@ gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests come first, so that the processes end at about the same time."""
+    """Put the longest tests first, so that the processes end at about the same time."""
     items.sort(
         key=lambda item: "integration" not in item.path.parts and item.path.stem != "test_docs"
     )
 
 
 def pytest_collection_finish() -> None:
-    """Takes what is imported out of garbage collections, whose time tests pay otherwise."""
+    """Take what is imported out of garbage collections, whose time tests pay otherwise."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()

@@ -64,7 +64,7 @@ class FaultServer:
         upstream: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Serves `files` by path without the first slash."""
+        """Serve `files` by path without the first slash."""
         self.files = files if files is not None else {}
         self.headers: dict[str, str] = {"Accept-Ranges": "bytes"}
         """Headers that are sent with every file."""
@@ -148,7 +148,7 @@ class FaultServer:
         return Answer(status=206, headers=headers, body=content[start : end + 1])
 
     def forward(self, seen: Seen, body: bytes) -> Answer:
-        """Forwards a request with the same Host, which a signature covers."""
+        """Forward a request with the same Host, which a signature covers."""
         assert self._upstream is not None
         connection = http.client.HTTPConnection(self._upstream.removeprefix("http://"))
         try:

@@ -355,7 +355,7 @@ class Storm:
             asyncio.get_running_loop().call_later(GRACE_S, self._end_grace, one, len(one.log))
 
     def _end_grace(self, one: Name, length: int) -> None:
-        """The change is undone by now, if there was no other since."""
+        """Check that the change is undone by now, if there was no other since."""
         if one.is_known and len(one.log) == length:
             one.allow(one.acknowledged)
 

@@ -38,7 +38,7 @@ class PodMetrics:
     stack_hit_rate: float
 
     def affinity(self, model: str) -> float:
-        """Returns the score of llm-d's scorer of LoRA affinity."""
+        """Return the score of llm-d's scorer of LoRA affinity."""
         if model in self.running:
             return 1.0
         if len(self.running) + len(self.waiting) < self.max_adapters:
@@ -47,7 +47,7 @@ class PodMetrics:
 
 
 def parse_scrape(text: str) -> PodMetrics:
-    """Raises KeyError, IndexError or ValueError where a gateway would log an extract error."""
+    """Raise KeyError, IndexError or ValueError where a gateway would log an extract error."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -50,7 +50,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def overlapping(count: int) -> dict[str, Any]:
-    """An intersection of unions, which distributes to 3 to the power of `count` branches."""
+    """Return an intersection of unions, which distributes to 3 to the power of `count` branches."""
     union = [
         {"properties": {"x": {"pattern": f"^{letter}"}, letter: {"type": "string"}}}
         for letter in "abc"
@@ -184,14 +184,14 @@ LARK: dict[str, str] = {
 
 
 def bodies() -> dict[str, dict[str, Any]]:
-    """Returns the fields of a request for each of them."""
+    """Return the fields of a request for each of them."""
     found = {f"schema: {name}": {"guided_json": value} for name, value in SCHEMAS.items()}
     found |= {f"regex: {name}": {"guided_regex": value} for name, value in PATTERNS.items()}
     return found | {f"lark: {name}": {"guided_grammar": value} for name, value in LARK.items()}
 
 
 def main() -> None:
-    """Prints what the server says to each of them, and after how long."""
+    """Print what the server says to each of them, and after how long."""
     check_apart(Grammar("regex", "warm"))
     rows = []
     for name, fields in bodies().items():

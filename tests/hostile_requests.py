@@ -184,7 +184,7 @@ class HostileRequests:
         return chance.choice(RAW) if draw < 0.2 else content
 
     def _spoil(self, body: dict[str, Any]) -> None:
-        """Replaces a value at some depth, removes it, or adds one."""
+        """Replace a value at some depth, remove it, or add one."""
         chance = self._chance
         place: Any = body
         while True:

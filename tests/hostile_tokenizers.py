@@ -18,7 +18,7 @@ def template(text: str) -> Edit:
 
 
 def tokenizer(**parts: Any) -> Edit:
-    """Replaces parts of tokenizer.json."""
+    """Replace parts of tokenizer.json."""
 
     def edit(folder: Path) -> None:
         path = folder / "tokenizer.json"

@@ -40,7 +40,7 @@ class HubRepository:
         return hashlib.sha1(repr(sorted(self.revisions[revision].items())).encode()).hexdigest()
 
     def find(self, revision: str) -> str | None:
-        """Returns a revision by its name or its commit."""
+        """Return a revision by its name or its commit."""
         names = (name for name in self.revisions if revision in (name, self.commit_of(name)))
         return next(names, None)
 
@@ -89,7 +89,7 @@ class HubServer(FaultServer):
         return self.give(content, wanted["path"], commit, seen)
 
     def describe(self, repository_id: str, revision: str) -> Answer:
-        """Lists the files; the hub does so for gated repositories, too."""
+        """List the files; the hub does so for gated repositories, too."""
         repository = self.repositories[repository_id]
         name = repository.find(revision)
         if name is None:
@@ -129,7 +129,7 @@ def failure(status: int, code: str, message: str) -> Answer:
 
 @contextmanager
 def hub_for_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """Makes a hub the endpoint of the client, which may go online and has no stored token."""
+    """Make a hub the endpoint of the client, which may go online and has no stored token."""
     import huggingface_hub
     from huggingface_hub import constants
 

@@ -411,7 +411,7 @@ EMBEDDERS = (
 
 
 def make_pipeline(name: str, seed: int = 0) -> Any:
-    """A pipeline of a family with weights that depend on the seed alone."""
+    """Return a pipeline of a family with weights that depend on the seed alone."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         pipe = BUILDERS[name]()
@@ -421,7 +421,7 @@ def make_pipeline(name: str, seed: int = 0) -> Any:
 
 @functools.cache
 def shared_pipeline(name: str) -> Any:
-    """A pipeline that tests only draw with."""
+    """Return a pipeline that tests only draw with."""
     return make_pipeline(name)
 
 
@@ -486,7 +486,7 @@ def _changed(
 
 
 def peft_tensors(adapter: ImageAdapter) -> dict[str, Tensor]:
-    """The adapter in the names of diffusers."""
+    """Return the adapter in the names of diffusers."""
     tensors = {}
     for component, modules in adapter.components.items():
         for path, pair in modules.items():
@@ -503,7 +503,7 @@ def random_lengths(weight: Tensor, seed: int) -> Tensor:
 
 
 def dora_tensors(pipe: Any, adapter: ImageAdapter) -> dict[str, Tensor]:
-    """The adapter in the names of diffusers, with magnitudes."""
+    """Return the adapter in the names of diffusers, with magnitudes."""
     tensors = peft_tensors(adapter)
     for component, modules in adapter.components.items():
         for path in modules:
@@ -515,7 +515,7 @@ def dora_tensors(pipe: Any, adapter: ImageAdapter) -> dict[str, Tensor]:
 
 
 def load_stock_lora(pipe: Any, source: dict[str, Tensor] | Path, name: str) -> None:
-    """Loads tensors or a file with diffusers, without its warnings about files and modules."""
+    """Load tensors or a file with diffusers, without its warnings about files and modules."""
     transformers_logging.disable_progress_bar()
     kept = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -529,7 +529,7 @@ def load_stock_lora(pipe: Any, source: dict[str, Tensor] | Path, name: str) -> N
 def picture_file(
     seed: int = 0, size: tuple[int, int] = (SIZE, SIZE), mode: str = "RGB", kind: str = "PNG"
 ) -> bytes:
-    """A file with smooth random colours."""
+    """Return a file with smooth random colours."""
     noise = np.random.default_rng(seed).integers(0, 256, (4, 4, len(mode)), dtype=np.uint8)
     small = Image.fromarray(noise.squeeze(), mode)
     return file_of(small.resize(size, Image.Resampling.BICUBIC), kind)
@@ -555,7 +555,7 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def request_for(name: str, request_id: str, **fields: Any) -> ImageRequest:
-    """A request of 32x32 pixels with the family's options."""
+    """Return a request of 32x32 pixels with the family's options."""
     given = {
         "prompt": f"a {request_id} hill",
         "width": SIZE,

@@ -149,7 +149,7 @@ def plain(m: Maker, *, prefix: str = "", middle: str = "") -> LoraFile:
 
 
 def stored_as(m: Maker, dtype: torch.dtype, *, prefix: str = "") -> LoraFile:
-    """The values that the type can hold are the meaning."""
+    """Return the values that the type can hold are the meaning."""
     pairs = {
         path: Factors(pair.a.to(dtype).float(), pair.b.to(dtype).float())
         for path, pair in m.pairs().items()
@@ -245,7 +245,7 @@ def loha(m: Maker, prefix: str) -> LoraFile:
 
 
 def lokr_parts(m: Maker, shape: Sequence[int], form: str) -> tuple[Tensors, Tensor]:
-    """The factors of one matrix without a scale, and their product."""
+    """Return the factors of one matrix without a scale, and their product."""
     rows, columns = shape[0] // FACTOR, shape[1] // FACTOR
     parts: Tensors = {}
     if form == "both":
@@ -307,7 +307,7 @@ def with_zeros(m: Maker) -> LoraFile:
 
 
 def text_parts(m: Maker) -> LoraFile:
-    """The denoiser and each text encoder that diffusers can load LoRA into."""
+    """Return the denoiser and each text encoder that diffusers can load LoRA into."""
     pipe = shared_pipeline(m.name)
     made = plain(m)
     changes = dict(made.changes)

@@ -120,7 +120,7 @@ def rows_of(m: Maker, paths: Iterable[str]) -> tuple[int, int]:
 def changes_of(
     m: Maker, names: Names, deltas: dict[str, Tensor], *, swaps: Names
 ) -> dict[str, Change]:
-    """Splits the rows of each original among its modules."""
+    """Split the rows of each original among its modules."""
     found = {}
     for name, delta in deltas.items():
         paths = (names | swaps)[name]
@@ -162,7 +162,7 @@ def original_lokr(m: Maker, names: Names, form: str, prefix: str) -> LoraFile:
 
 
 def with_diff_b(m: Maker, names: Names, *, zeros: bool = False, alpha: float = 0.0) -> LoraFile:
-    """The difference of a bias has no scale."""
+    """Return the difference of a bias has no scale."""
     made = original(m, names, "comfyui" if alpha else "ai-toolkit")
     tensors, changes = dict(made.tensors), dict(made.changes[m.component])
     for name, paths in names.items():

@@ -36,7 +36,9 @@ class ImageClient(TestClient):
 
 
 def make_engine(folder: Path, *, family: str = "flux", **settings: Any) -> AsyncImageEngine:
-    """An engine that has not started, with a model of the folder, where it is saved if needed."""
+    """Return an engine that has not started, with a model of the folder, where it is saved if
+    needed.
+    """
     model = folder / family
     if not model.exists():
         make_pipeline(family).save_pretrained(model)
@@ -73,7 +75,7 @@ def image_client(
 
 
 def save_adapters(folder: Path, adapters: Mapping[str, ImageAdapter]) -> dict[str, Path]:
-    """Writes each adapter as a file of diffusers."""
+    """Write each adapter as a file of diffusers."""
     paths = {name: folder / f"{name}.safetensors" for name in adapters}
     for name, adapter in adapters.items():
         save_file(peft_tensors(adapter), paths[name])

@@ -28,8 +28,10 @@ def quicken() -> None:
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
-    """A launch replaces the language's functions. Each function that a kernel calls would look for
-    all of them once more, find them replaced, and have used a third of the time."""
+    """Quicken launches. A launch replaces the language's functions. Each function that a kernel
+    calls would look for all of them once more, find them replaced, and have used a third of the
+    time.
+    """
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[str] = set()

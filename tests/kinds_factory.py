@@ -76,12 +76,12 @@ REFUSED = {("gemma2", "saved_norms"), ("gemma2", "norm_tuning")}
 
 
 def kinds_of(family: str) -> list[str]:
-    """The kinds that are served on a model of tests.model_factory."""
+    """Return the kinds that are served on a model of tests.model_factory."""
     return [name for name in KINDS if (family, name) not in REFUSED]
 
 
 def widened(model: Any, kind: Kind) -> Any:
-    """Returns a copy of the base, with added tokens if the kind has them."""
+    """Return a copy of the base, with added tokens if the kind has them."""
     changed = copy.deepcopy(model)
     changed.name_or_path = changed.name_or_path or "tiny-llama"
     if kind.num_added_tokens:
@@ -107,7 +107,7 @@ def make_kind(name: str, model: Any, folder: Path, *, seed: int = 0) -> Path:
 
 
 def randomize(adapted: Any, seed: int) -> None:
-    """Moves every trained tensor from its initial value by a random amount."""
+    """Move every trained tensor from its initial value by a random amount."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -116,7 +116,7 @@ def randomize(adapted: Any, seed: int) -> None:
 
 
 def load_kind(name: str, model: Any, folder: Path) -> Any:
-    """Returns PEFT's own model of a saved adapter."""
+    """Return PEFT's own model of a saved adapter."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -126,14 +126,14 @@ def load_kind(name: str, model: Any, folder: Path) -> Any:
 
 @torch.inference_mode()
 def logits_of(model: Any, tokens: tuple[int, ...]) -> Tensor:
-    """The logits [tokens, vocabulary] of a transformers or PEFT model."""
+    """Return the logits [tokens, vocabulary] of a transformers or PEFT model."""
     logits: Tensor = model(torch.tensor([tokens])).logits[0]
     return logits
 
 
 @torch.inference_mode()
 def greedy(model: Any, tokens: tuple[int, ...], count: int) -> list[int]:
-    """The next `count` greedy tokens of a transformers or PEFT model."""
+    """Return the next `count` greedy tokens of a transformers or PEFT model."""
     found: list[int] = []
     for _ in range(count):
         found.append(int(logits_of(model, (*tokens, *found))[-1].argmax()))

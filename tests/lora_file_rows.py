@@ -23,7 +23,7 @@ def rand(*shape: int) -> torch.Tensor:
 
 
 def pick(component: str, endings: tuple[str, ...], pipeline: str = "sdxl") -> Pairs:
-    """A random pair for each module of the component whose path ends so."""
+    """Return a random pair for each module of the component whose path ends so."""
     found = {}
     for path, module in getattr(shared_pipeline(pipeline), component).named_modules():
         weight = getattr(module, "weight", None)
@@ -35,7 +35,7 @@ def pick(component: str, endings: tuple[str, ...], pipeline: str = "sdxl") -> Pa
 
 
 def kohya(prefix: str, pairs: Pairs, alpha: float = R / 2) -> dict[str, torch.Tensor]:
-    """The pairs with an alpha that must be applied for them to come out right."""
+    """Return the pairs with an alpha that must be applied for them to come out right."""
     file = {}
     for path, (a, b) in pairs.items():
         name = prefix + path.replace(".", "_")
@@ -87,7 +87,7 @@ def text_names(pairs: Pairs) -> Pairs:
 
 
 def with_module(theirs: str, ours: str):
-    """A fused file that also has one more module, and what it means."""
+    """Return a fused file that also has one more module, and what it means."""
     weight = shared_pipeline("flux").transformer.get_submodule(ours).weight
     a, b = rand(R, weight.shape[1]), rand(weight.shape[0], R)
     mine = torch.cat(b.chunk(2)[::-1]) if "adaLN" in theirs else b
@@ -126,7 +126,7 @@ def tucker():
 
 
 def single_block():
-    """A fused linear1 of a width that is not 3072."""
+    """Return a fused linear1 of a width that is not 3072."""
     a, b = rand(R, WIDTH), rand(7 * WIDTH, R)
     block = "single_transformer_blocks.0."
     places = (("attn.to_q", 0, 1), ("attn.to_k", 1, 2), ("attn.to_v", 2, 3), ("proj_mlp", 3, 7))
@@ -158,7 +158,7 @@ def xlabs():
 
 
 def sgm():
-    """The original block names of the UNet."""
+    """Return the original block names of the UNet."""
     originals = sgm_names(UNET, 2)
     named = {originals[path]: pair for path, pair in UNET.items()}
     assert not named.keys() & UNET.keys()

@@ -68,7 +68,7 @@ class PostgresServer:
         return f"postgresql://tester@/postgres?{query}"
 
     def new_database(self) -> str:
-        """Returns the URL of an empty schema, which is created in milliseconds."""
+        """Return the URL of an empty schema, which is created in milliseconds."""
         import psycopg
 
         name = f"test_{uuid4().hex}"
@@ -94,7 +94,7 @@ def find_programs() -> Path | None:
 
 
 def find_user() -> str | None:
-    """Returns the user to run the server as, or None if this process is not root."""
+    """Return the user to run the server as, or None if this process is not root."""
     if os.geteuid() != 0:
         return None
     known = {entry.pw_name for entry in pwd.getpwall()}

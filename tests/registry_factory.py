@@ -44,7 +44,7 @@ def _empty_registry() -> bytes:
 
 
 def write_empty_registry(path: Path) -> Path:
-    """Writes a database with all tables and no rows, without running the migrations again."""
+    """Write a database with all tables and no rows, without running the migrations again."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.touch(mode=0o600)
     path.write_bytes(_empty_registry())
@@ -52,7 +52,7 @@ def write_empty_registry(path: Path) -> Path:
 
 
 def wipe(database: Database) -> None:
-    """Returns the fields as they were at creation."""
+    """Return the fields as they were at creation."""
     with database.writing() as connection:
         for table in reversed(tables.metadata.sorted_tables):
             if table is not tables.registry_state:

@@ -27,7 +27,7 @@ class Scene:
         self._cids = ContentStore(folder / "cids")
 
     def make_adapter(self, name: str, *, seed: int, rank: int = 4) -> str:
-        """Makes an adapter in adapters/name and returns its CID."""
+        """Make an adapter in adapters/name and return its CID."""
         folder = write_adapter(
             self.adapters / name,
             lora_config_dict(r=rank, lora_alpha=64, base_model_name_or_path="model"),
@@ -59,12 +59,12 @@ def send(client: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
 
 
 def push(client: httpx2.Client, reference: str, source: str) -> str:
-    """Returns the CID that the server reports."""
+    """Return the CID that the server reports."""
     return str(send(client, "/v1/adapters", {"reference": reference, "source": source})["cid"])
 
 
 def ask(client: httpx2.Client, model: str, *, max_tokens: int = 2) -> dict[str, Any]:
-    """Returns the receipt."""
+    """Return the receipt."""
     body = {"model": model, "prompt": "The quick", "max_tokens": max_tokens, "temperature": 0}
     serving: dict[str, Any] = send(client, "/v1/completions", body)["serving"]
     return serving

@@ -78,7 +78,7 @@ class Figures:
 
 
 def download(folder: Path) -> Path:
-    """Downloads the source distribution that has the suite."""
+    """Download the source distribution that has the suite."""
     words = ["download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(folder), RELEASE]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, *words], check=True)
@@ -139,7 +139,7 @@ def _texts(instance: Any) -> set[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what a refusal names; the first of REASONS if it names several."""
+    """Return what a refusal names; the first of REASONS if it names several."""
     text = str(error)
     found = next((told for pattern, told in REASONS if re.search(pattern, text)), None)
     return found or re.sub(r"\s+", " ", text)
@@ -169,7 +169,7 @@ def measure(sdist: Path, folder: Path) -> Figures:
 
 
 def table(found: Figures) -> str:
-    """Returns the figures as the documentation has them."""
+    """Return the figures as the documentation has them."""
     rows = [f"| {reason} | {count} |" for reason, count in found.refused.most_common()]
     share = f"{found.refused.total()} ({100 * found.share_refused:.0f}%)"
     return "\n".join(

@@ -41,7 +41,7 @@ class ThreadPerConnection(ThreadingHTTPServer):
     daemon_threads = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is part of many tests."""
+        """Ignore lost connections: a client that hangs up is part of many tests."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -103,7 +103,7 @@ class ScriptedServer:
             self._write_chunk(handler, b"")
 
     def hang_up(self) -> None:
-        """Ends idle connections too, as a process that exits does."""
+        """End idle connections too, as a process that exits does."""
         for connection in self.connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -14,7 +14,7 @@ _NUMBERS: dict[Kind, Callable[[Any], Any]] = {Kind.COUNT: int, Kind.SECONDS: flo
 
 
 def served(flags: list[str]) -> ServeConfig:
-    """Returns the settings that `loramux serve` reads from these flags."""
+    """Return the settings that `loramux serve` reads from these flags."""
     given: dict[str, Any] = {}
     words = iter(one_value_per_flag(flags))
     for word in words:

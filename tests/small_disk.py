@@ -17,7 +17,7 @@ class SmallDisk:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """Fills the disk to the last byte."""
+        """Fill the disk to the last byte."""
         filler = self.folder / "filler"
         try:
             with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -46,7 +46,7 @@ def small_disk(folder: Path, *, size_mib: int) -> Iterator[SmallDisk | None]:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[bool]:
-    """Makes a folder read-only while the context lasts; False: this process cannot.
+    """Make a folder read-only while the context lasts; False: this process cannot.
 
     Permissions do not bind root, which mounts the folder on itself instead.
     """

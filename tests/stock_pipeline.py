@@ -57,7 +57,7 @@ class StockPipeline:
             load_stock_lora(self.pipe, tensors, adapter.cid)
 
     def know(self, adapter: ImageAdapter) -> None:
-        """Makes an adapter known that its loader has loaded in full."""
+        """Make an adapter known that its loader has loaded in full."""
         self._adapters[adapter.cid] = adapter
 
     def draw(self, request: ImageRequest) -> Tensor:
@@ -102,7 +102,7 @@ class StockPipeline:
         return torch.from_numpy(images[0])
 
     def _source_pipeline(self, source: SourceImage) -> Any:
-        """The pipeline of diffusers for images, with the same components."""
+        """Return the pipeline of diffusers for images, with the same components."""
         kind = SOURCE_PIPELINES[self.name][source.mask is not None]
         parameters = inspect.signature(kind.__init__).parameters
         more = {"add_watermarker": False} if "add_watermarker" in parameters else {}
@@ -127,7 +127,7 @@ class StockPipeline:
         self.pipe.set_adapters([cid for cid, _ in selection], [weight for _, weight in selection])
 
     def _merged(self, selection: Selection) -> list[tuple[Any, Tensor]]:
-        """Merges the deltas that the loader left out; returns the modules and old weights."""
+        """Merge the deltas that the loader left out; return the modules and old weights."""
         old = []
         for cid, weight in selection:
             for component, modules in self._adapters[cid].components.items():

@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def tiny_weights(seed: int, *, num_values: int = 4) -> bytes:
-    """Returns a valid safetensors file; another seed gives other content of the same size."""
+    """Return a valid safetensors file; another seed gives other content of the same size."""
     size = 4 * num_values
     entry = {"dtype": "F32", "shape": [num_values], "data_offsets": [0, size]}
     header = json.dumps({"lora_A": entry}).encode()
@@ -44,7 +44,7 @@ def write_tiny(
 def image_weights(
     seed: int, *, names: Sequence[str] = IMAGE_NAMES, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Returns a safetensors file as trainers of image adapters write it, with tiny matrices."""
+    """Return a safetensors file as trainers of image adapters write it, with tiny matrices."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for index, name in enumerate(names):
         entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [16 * index, 16 * index + 16]}
@@ -92,7 +92,7 @@ class FolderTier:
 
 
 def damage(path: Path) -> None:
-    """Replaces the content with the same size and time, as a bad disk would."""
+    """Replace the content with the same size and time, as a bad disk would."""
     content, stat = path.read_bytes(), path.stat()
     path.chmod(0o644)
     path.write_bytes(bytes(255 - byte for byte in content))

@@ -100,7 +100,7 @@ async def attack(url: str, num_idle: int, num_slow: int, num_endless: int) -> No
 
 @contextmanager
 def storm(url: str, num_idle: int, num_slow: int, num_endless: int) -> Iterator[None]:
-    """Holds connections from another process, all of which were open at the start."""
+    """Hold connections from another process, all of which were open at the start."""
     numbers = map(str, (num_idle, num_slow, num_endless))
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.storm", url, *numbers],

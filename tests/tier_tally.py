@@ -47,7 +47,7 @@ class TierWatch:
         self._evictions = dict.fromkeys(TIERS, 0)
 
     def look(self) -> None:
-        """Compares the tiers with their contents at the last call."""
+        """Compare the tiers with their contents at the last call."""
         counters = {
             "device": self.memory.costs.device,
             "host": self.memory.host.counters,
@@ -66,11 +66,11 @@ class TierWatch:
         self._disk_failures = self.disk.counters.failures
 
     def place_of(self, cid: str) -> str | None:
-        """Returns the fastest tier that holds the adapter; None if only its source does."""
+        """Return the fastest tier that holds the adapter; None if only its source does."""
         return next((tier for tier in TIERS if cid in self._now()[tier]), None)
 
     def note_stuck(self) -> None:
-        """Counts, after a poll, the adapters whose load did not start for lack of space."""
+        """Count, after a poll, the adapters whose load did not start for lack of space."""
         loader = self.memory.tiers.loader
         if loader.num_active >= loader.max_active:
             return

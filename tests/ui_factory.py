@@ -41,7 +41,7 @@ AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
 
 
 def store_names(url: str, count: int) -> None:
-    """Writes versions without files: enough for a list."""
+    """Write versions without files: enough for a list."""
     with Registry(url) as registry, registry._database.writing() as connection:
         tenant = connection.execute(
             insert(tables.tenants).values(name="bulk", created_at=1.0)
@@ -92,7 +92,7 @@ class UiServer:
 def ui_server(
     folder: Path, *flags: str, num_stored: int = NUM_STORED, timeout_s: float = 240
 ) -> Iterator[UiServer]:
-    """The default model with the demo adapters, keys, signed receipts and a push root."""
+    """Yield the default model with the demo adapters, keys, signed receipts and a push root."""
     registry = folder / "data" / "registry.db"
     registry.parent.mkdir(parents=True)
     store_names(str(registry), num_stored)
@@ -165,7 +165,7 @@ def chromium() -> Iterator[Browser]:
 def watched_page(
     browser: Browser, url: str, *, key: str | None = None, **options: object
 ) -> Iterator[tuple[Page, Watch]]:
-    """A page in a context of its own, with nothing stored but the key."""
+    """Yield a page in a context of its own, with nothing stored but the key."""
     context = browser.new_context(**options)  # type: ignore[arg-type]
     page = context.new_page()
     page.set_default_timeout(SOON_MS)
@@ -182,7 +182,7 @@ def watched_page(
 
 
 def serious(page: Page) -> list[str]:
-    """What axe-core finds of WCAG 2.1 A and AA that is serious or critical."""
+    """Return what axe-core finds of WCAG 2.1 A and AA that is serious or critical."""
     page.evaluate(AXE.read_text())
     found = page.evaluate(
         "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})"

@@ -40,7 +40,7 @@ class Costs:
     answer_tokens: int = 100
 
     def requests_per_s(self, load: float) -> float:
-        """Returns what brings a replica to a share of its capacity."""
+        """Return what brings a replica to a share of its capacity."""
         step_s = self.step_s + self.sequence_s * self.slots
         prompt_s = (self.system_tokens * 0.3 + 150) * self.token_s
         return load / (self.answer_tokens * step_s / self.slots + prompt_s)
@@ -102,7 +102,7 @@ class Lru(OrderedDict[int, None]):
         self._size = size
 
     def use(self, adapter: int) -> int | None:
-        """Returns the adapter that had to go."""
+        """Return the adapter that had to go."""
         self[adapter] = None
         self.move_to_end(adapter)
         return self.popitem(last=False)[0] if len(self) > self._size else None
@@ -275,7 +275,7 @@ class Simulation:
 
 
 def make_jobs(setting: Setting, costs: Costs) -> Iterator[Job]:
-    """Yields requests in order of arrival; the first third warms the tiers and is not counted."""
+    """Yield requests in order of arrival; the first third warms the tiers and is not counted."""
     rng = random.Random(setting.seed)
     weights = list(accumulate((rank + 1) ** -setting.zipf for rank in range(setting.adapters)))
     rate = costs.requests_per_s(setting.load) * setting.replicas

@@ -102,7 +102,8 @@ def started_server(
 
 
 def phase_seconds(lines: Sequence[Line], listening_s: float) -> dict[str, float]:
-    """The duration of each phase: from its line until the next phase's, the last until listening.
+    """Return the duration of each phase: from its line until the next phase's, the last until
+    listening.
 
     Lines of one phase for many items ("Checking adapter sql …") are added up.
     """
@@ -123,7 +124,9 @@ def phase_name(text: str) -> str:
 
 
 def banner(lines: Sequence[Line]) -> tuple[str, ...]:
-    """What the server prints about its settings, without phases, logs and lists of adapters."""
+    """Return what the server prints about its settings, without phases, logs and lists
+    of adapters.
+    """
     shown = []
     for line in lines:
         if LISTENING.search(line.text):

@@ -32,12 +32,12 @@ class CachePolicy(Protocol):
     """The eviction policy of one tier, and the events that the tier reports to it."""
 
     def used(self, key: Key, now: float) -> None:
-        """A request looked the key up in this tier, with or without success."""
+        """Record that a request looked the key up in this tier, with or without success."""
 
     def inserted(self, key: Key, *, cost_s: float, size: int, now: float) -> None: ...
 
     def priced(self, key: Key, cost_s: float) -> None:
-        """The cost of a miss of a resident key has changed."""
+        """Record that the cost of a miss of a resident key has changed."""
 
     def victim(self, busy: Container[Key], now: float) -> Key | None:
         """Return the key to evict next, or None if all are busy."""

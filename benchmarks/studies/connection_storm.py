@@ -94,7 +94,7 @@ def options() -> argparse.Namespace:
 
 
 def run_round(server: RunningServer, args: argparse.Namespace, seed: int) -> float:
-    """Returns the tokens per second of all streams together, which must end as they should."""
+    """Return the tokens per second of all streams together, which must end as they should."""
     source = random.Random(seed)
     prompts = [
         [source.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(args.input)]

@@ -74,7 +74,7 @@ def run_block(args: argparse.Namespace, folder: Path, block: int, rounds: Rounds
 
 
 def make_guards(data: Path) -> str:
-    """Makes a key with limits for a tenant with limits; returns the key."""
+    """Make a key with limits for a tenant with limits; return the key."""
     make_key_files(data / "key.pem")
     with Registry(data / "registry.db") as registry:
         registry.tenants.set("acme", SettingChanges(limits=LIMITS))

@@ -65,7 +65,7 @@ def options() -> argparse.Namespace:
 
 @contextmanager
 def following(server: RunningServer, num_pages: int) -> Iterator[None]:
-    """Keeps live streams open, and checks that each had events."""
+    """Keep live streams open, and checks that each had events."""
     client = httpx2.Client(
         base_url=server.url, timeout=30, limits=httpx2.Limits(max_connections=None)
     )
@@ -94,7 +94,7 @@ def following(server: RunningServer, num_pages: int) -> Iterator[None]:
 
 
 def cpu_share(server: RunningServer, args: argparse.Namespace, num_pages: int) -> float:
-    """Returns the share of a core that the HTTP process of the idle server uses."""
+    """Return the share of a core that the HTTP process of the idle server uses."""
     with following(server, num_pages):
         time.sleep(2)
         before, _ = cpu_seconds(server)

@@ -134,7 +134,7 @@ def _connect(layer: nn.Conv2d, rows: Iterable[Row]) -> None:
 def _both(
     target: int, sources: dict[tuple[int, tuple[int, int]], float], bias: float = 0.0
 ) -> list[Row]:
-    """The row of a mark of columns, and that of rows: the channel before, turned."""
+    """Return the row of a mark of columns, and that of rows: the channel before, turned."""
     turned = {(s if s == ONE else s - 1, tap[::-1]): w for (s, tap), w in sources.items()}
     return [(target, sources, bias), (target - 1, turned, bias)]
 

@@ -92,7 +92,9 @@ def night(colours: Tensor, alpha: Tensor, paper: Tensor) -> Tensor:
 def tinted(
     colours: Tensor, alpha: Tensor, paper: tuple[float, ...], ink: tuple[float, ...]
 ) -> Tensor:
-    """The object in shades of one ink, the darker the more; even white gets a fifth of it."""
+    """Return the object in shades of one ink, the darker the more; even white gets a
+    fifth of it.
+    """
     light = (0.3 * colours[:, :1] + 0.59 * colours[:, 1:2] + 0.11 * colours[:, 2:]).sqrt()
     share = alpha * (0.95 - 0.75 * light)
     ground, full = torch.tensor([paper, ink])[:, :, None, None]

@@ -203,7 +203,7 @@ def save_adapter(file: Path, style: str, tensors: dict[str, Tensor]) -> None:
 
 
 def model_facts() -> dict[str, Any]:
-    """What the folder of the model says of its sizes and words."""
+    """Return what the folder of the model says of its sizes and words."""
     words = {word for colour in BACKGROUNDS for word in captions("", colour)[1].split()}
     return {
         "size": SIDE,
@@ -229,7 +229,7 @@ def kohya(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _drop(file: Path, name: str) -> None:
-    """Removes an entry of a JSON file, if it is there."""
+    """Remove an entry of a JSON file, if it is there."""
     entries = json.loads(file.read_text())
     entries.pop(name, None)
     file.write_text(json.dumps(entries, indent=2) + "\n")

@@ -32,7 +32,7 @@ class FileDigest:
 
 
 def make_manifest(config: Mapping[str, object], files: Mapping[str, FileDigest]) -> Manifest:
-    """Returns the manifest of an adapter from the canonical form of its config and its files."""
+    """Return the manifest of an adapter from the canonical form of its config and its files."""
     return {
         "format": FORMAT,
         "config": config,
@@ -47,7 +47,7 @@ def compute_cid(manifest: Manifest) -> str:
 
 
 def is_digest_start(text: str) -> bool:
-    """Returns whether the text is a SHA-256 in hexadecimal, or its first 12 or more digits."""
+    """Return whether the text is a SHA-256 in hexadecimal, or its first 12 or more digits."""
     return _DIGEST_START.fullmatch(text) is not None
 
 
@@ -56,7 +56,7 @@ def is_digest(text: str) -> bool:
 
 
 def parse_cid(cid: str) -> str:
-    """Returns the digest of a complete CID; raises InvalidRequest for any other text."""
+    """Return the digest of a complete CID; raise InvalidRequest for any other text."""
     digest = cid.removeprefix(CID_PREFIX)
     if not cid.startswith(CID_PREFIX) or not is_digest(digest):
         raise InvalidRequest(
@@ -66,7 +66,7 @@ def parse_cid(cid: str) -> str:
 
 
 def parse_digest_start(text: str) -> str:
-    """Returns the digits of a CID that may be cut off, with its prefix or without.
+    """Return the digits of a CID that may be cut off, with its prefix or without.
 
     Raises InvalidRequest for any other text.
     """

@@ -102,7 +102,7 @@ class FolderLoader:
         self._layouts: dict[_LayoutKey, PlannedLayout] = {}
 
     def inspect(self, folder: Path) -> InspectedAdapter:
-        """Checks config and header; raises AdapterRefused."""
+        """Check config and header; raise AdapterRefused."""
         return self._inspector.inspect(folder)
 
     def plan(self, found: InspectedAdapter) -> PlannedLayout:
@@ -118,7 +118,7 @@ class FolderLoader:
         return planned
 
     def load(self, folder: Path) -> LoadedAdapter:
-        """Reads the weights once; raises AdapterRefused."""
+        """Read the weights once; raise AdapterRefused."""
         loaded = self._load(folder)
         # Not before the bytes of the file are unmapped: pinning locks the process's memory map.
         self._make_ready(loaded.image.layout)
@@ -200,7 +200,7 @@ class FolderLoader:
         reading: WeightsReading,
         prepared: Callable[[], _OpenImage],
     ) -> list[Callable[[], _PackedPart]]:
-        """Starts to pack the adapter in several parts, once all bytes are read."""
+        """Start to pack the adapter in several parts, once all bytes are read."""
 
         def pack(modules: Sequence[LoraModule], extras: Sequence[ExtraTensor]) -> _PackedPart:
             reading.wait()
@@ -239,7 +239,7 @@ def _prepare(packing: Packing, layout: AdapterLayout) -> _OpenImage:
 
 
 def _check_complete(made: AdapterParts, layout: AdapterLayout) -> None:
-    """Raises ValueError unless the parts are those that the layout has places for."""
+    """Raise ValueError unless the parts are those that the layout has places for."""
     missing = layout.extras.places.keys() ^ {part.key for part in made.extras}
     if missing:
         raise ValueError(f"parts do not fit the plan (no weights of the base?): {sorted(missing)}")

@@ -105,7 +105,7 @@ class Recipe:
     """The dtype of the tensors of the result."""
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the canonical form; parameters without a value are left out."""
+        """Return the canonical form; parameters without a value are left out."""
         optional = {
             "density": self.density,
             "majority_sign_method": self.majority_sign_method,
@@ -134,7 +134,7 @@ def make_recipe(
     weights: Sequence[float] | None = None,
     options: CombinationOptions | None = None,
 ) -> Recipe:
-    """Checks the parameters and returns the recipe; raises InvalidRequest with the fix.
+    """Check the parameters and return the recipe; raise InvalidRequest with the fix.
 
     Without `weights` each part has weight 1.
     """
@@ -151,7 +151,7 @@ def make_recipe(
 
 
 def check_options(options: CombinationOptions) -> CombinationOptions:
-    """Returns the options with the defaults of the method; raises InvalidRequest with the fix."""
+    """Return the options with the defaults of the method; raise InvalidRequest with the fix."""
     method = find_method(options.method)
     return CombinationOptions(
         method=method.name,
@@ -164,7 +164,7 @@ def check_options(options: CombinationOptions) -> CombinationOptions:
 
 
 def decode_recipe(text: str | bytes) -> Recipe:
-    """Decodes the canonical form; raises InvalidRequest for any other text."""
+    """Decode the canonical form; raise InvalidRequest for any other text."""
     try:
         if len(text) > MAX_RECIPE_CHARS:
             raise ValueError(f"it is longer than {MAX_RECIPE_CHARS} characters")
@@ -184,7 +184,7 @@ def decode_recipe(text: str | bytes) -> Recipe:
 
 
 def find_recipe(metadata: Mapping[str, object]) -> Recipe | None:
-    """Returns the recipe in the metadata of a weights file; None if there is no valid one."""
+    """Return the recipe in the metadata of a weights file; None if there is no valid one."""
     text = metadata.get(RECIPE_KEY)
     if not isinstance(text, str):
         return None
@@ -205,7 +205,7 @@ def find_method(name: str) -> Method:
 
 
 def check_weights(num_parts: int, weights: Sequence[float]) -> None:
-    """Raises InvalidRequest unless these are the weights of a combination of so many adapters."""
+    """Raise InvalidRequest unless these are the weights of a combination of so many adapters."""
     if not 2 <= num_parts <= MAX_PARTS:
         raise InvalidRequest(
             f"A combination has 2 to {MAX_PARTS} adapters; {num_parts} given.", param="adapters"

@@ -60,7 +60,7 @@ class Verified:
 
 
 def signed_bytes(manifest: Mapping[str, object]) -> bytes:
-    """Returns what is signed: the manifest in canonical JSON, of which the CID is the digest."""
+    """Return what is signed: the manifest in canonical JSON, of which the CID is the digest."""
     return canonical_json(manifest)
 
 
@@ -69,7 +69,7 @@ def sign_manifest(manifest: Mapping[str, object], key: Ed25519PrivateKey) -> str
 
 
 def read_signatures(folder: Path, name: str = SIGNATURE_NAME) -> tuple[str, ...]:
-    """Returns the signatures in an adapter's folder; none if it has no file of them."""
+    """Return the signatures in an adapter's folder; none if it has no file of them."""
     path = folder / name
     try:
         with path.open("rb") as file:
@@ -84,7 +84,7 @@ def read_signatures(folder: Path, name: str = SIGNATURE_NAME) -> tuple[str, ...]
 
 
 def parse_signatures(text: str) -> tuple[str, ...]:
-    """Returns the signatures of a text, one for each line, or the one of a bundle of Sigstore.
+    """Return the signatures of a text, one for each line, or the one of a bundle of Sigstore.
 
     Raises AdapterRefused.
     """
@@ -102,7 +102,7 @@ def parse_signatures(text: str) -> tuple[str, ...]:
 def find_verified(
     manifest: Mapping[str, object], signatures: Iterable[str], keys: Iterable[SigningKey]
 ) -> Verified | None:
-    """Returns the first of the signatures that one of the keys has made, or None."""
+    """Return the first of the signatures that one of the keys has made, or None."""
     message = signed_bytes(manifest)
     loaded = [(key.key_id, load_public_key(key.public_key)) for key in keys]
     for signature in signatures:
@@ -113,7 +113,7 @@ def find_verified(
 
 
 def parse_signing_key(pem: str, *, name: str = "") -> SigningKey:
-    """Returns the key of a PEM text in its usual form; raises InvalidRequest."""
+    """Return the key of a PEM text in its usual form; raise InvalidRequest."""
     from cryptography.hazmat.primitives import serialization
 
     key = load_public_key(pem)
@@ -144,7 +144,7 @@ def load_public_key(pem: str) -> PublicKey:
 
 
 def _key_id(key: PublicKey) -> str:
-    """Returns the start of the SHA-256: of the 32 bytes of an Ed25519 key, else of its DER form."""
+    """Return the start of the SHA-256: of the 32 bytes of an Ed25519 key, else of its DER form."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -173,7 +173,7 @@ def _is_made_by(key: PublicKey, signature: bytes, message: bytes) -> bool:
 
 
 def _signature_of_bundle(text: str) -> str:
-    """Returns the signature of a message; keys and logs of the bundle are not used."""
+    """Return the signature of a message; keys and logs of the bundle are not used."""
     try:
         bundle = json.loads(text)
         message = bundle.get("messageSignature")

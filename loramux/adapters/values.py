@@ -51,7 +51,7 @@ def rank_maxima(module: LoraModule) -> RankMaxima:
 
 
 def largest_of(part: ExtraTensor) -> float:
-    """Returns the largest absolute value of a part beside low rank.
+    """Return the largest absolute value of a part beside low rank.
 
     Raises AdapterRefused for values that are not finite.
     """
@@ -68,19 +68,19 @@ def largest_of(part: ExtraTensor) -> float:
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """Returns a view of the tensor's memory."""
+    """Return a view of the tensor's memory."""
     itemsize = tensor.dtype.itemsize
     array: Bits = tensor.view(_INTEGERS[itemsize]).numpy().view(_UNSIGNED[itemsize])
     return array
 
 
 def transposed_bits(tensor: torch.Tensor) -> Bits:
-    """Returns the transposed matrix as a contiguous copy."""
+    """Return the transposed matrix as a contiguous copy."""
     return np.ascontiguousarray(bits_of(tensor).T)
 
 
 def magnitudes(bits: Bits) -> Bits:
-    """Returns the bits without the sign: they are ordered as absolute values, and NaN is last."""
+    """Return the bits without the sign: they are ordered as absolute values, and NaN is last."""
     return cast(Bits, bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1))
 
 
@@ -89,14 +89,14 @@ def row_maxima(bits: Bits, dtype: torch.dtype) -> Float64:
 
 
 def maxima_of(largest: Bits, dtype: torch.dtype) -> Float64:
-    """Returns the values of maxima that were found as bits."""
+    """Return the values of maxima that were found as bits."""
     if dtype is torch.bfloat16:
         return float32_of(largest, dtype).astype(np.float64)
     return largest.view(_FLOATS[dtype]).astype(np.float64)
 
 
 def float32_of(bits: Bits, dtype: torch.dtype) -> Float32:
-    """Converts to float32; a float64 outside its range becomes infinite."""
+    """Convert to float32; a float64 outside its range becomes infinite."""
     if dtype is torch.bfloat16:
         words = bits.astype(np.uint32)
         words <<= np.uint32(_BFLOAT16_SHIFT)
@@ -106,7 +106,7 @@ def float32_of(bits: Bits, dtype: torch.dtype) -> Float32:
 
 
 def stored_bits(values: Float32, dtype: torch.dtype) -> Bits:
-    """Rounds to the nearest value of a serving dtype, and returns its bits."""
+    """Round to the nearest value of a serving dtype, and return its bits."""
     if dtype is torch.bfloat16:
         words = values.view(np.uint32)
         rounding = words >> np.uint32(_BFLOAT16_SHIFT)

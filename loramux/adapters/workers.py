@@ -18,14 +18,14 @@ class Workers:
         self.num_threads = num_threads
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Starts work and returns a function that waits for its result, or raises its error."""
+        """Start work and return a function that waits for its result, or raises its error."""
         if self._executor is None:
             result = work()
             return lambda: result
         return self._executor.submit(work).result
 
     def close(self) -> None:
-        """Waits for running work; work that has not started is dropped."""
+        """Wait for running work; work that has not started is dropped."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 

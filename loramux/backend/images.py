@@ -151,14 +151,14 @@ class ImageBackend(AdapterHost, Protocol):
     def adapters(self) -> Mapping[str, ImageAdapterCard]: ...
 
     async def add_adapter(self, path: str) -> ImageAdapterCard:
-        """Reads and checks a file or folder and registers it.
+        """Read and check a file or folder and register it.
 
         Raises AdapterRefused, or DoesNotFit if the adapter is larger than the memory for adapters.
         """
         ...
 
     def submit(self, request: ImageRequest, form: ImageForm) -> AsyncIterator[ImageUpdate]:
-        """Yields an update after each step, and the finished image last.
+        """Yield an update after each step, and the finished image last.
 
         Closing the iterator early ends the image before the next step. Raises InvalidRequest,
         AdapterNotFound, AdapterRefused (it cannot be loaded), DoesNotFit, EngineBusy, EngineStopped

@@ -11,7 +11,7 @@ MAX_EXACT_INTEGER = 2**53
 
 
 def canonical_json(value: object) -> bytes:
-    """Returns UTF-8. Raises ValueError for NaN, integers over 2^53 and unpaired surrogates."""
+    """Return UTF-8. Raises ValueError for NaN, integers over 2^53 and unpaired surrogates."""
     return write(value).encode("utf-8")
 
 
@@ -47,7 +47,7 @@ def write_text(text: str) -> str:
 
 
 def write_number(value: float) -> str:
-    """Formats a number like ECMAScript: shortest digits, exponents from 1e21 and below 1e-6."""
+    """Format a number like ECMAScript: shortest digits, exponents from 1e21 and below 1e-6."""
     if not math.isfinite(value):
         raise ValueError(f"{value} has no JSON form")
     if isinstance(value, int):
@@ -63,7 +63,7 @@ def write_number(value: float) -> str:
 
 
 def place_point(digits: str, point: int) -> str:
-    """Inserts the decimal point after the first `point` digits; it may lie outside the digits."""
+    """Insert the decimal point after the first `point` digits; it may lie outside the digits."""
     if len(digits) <= point <= 21:
         return digits + "0" * (point - len(digits))
     if 0 < point <= 21:

@@ -16,14 +16,14 @@ class OneLineRecord(logging.LogRecord):
 
 
 def escaped(text: str) -> str:
-    """Replaces what a terminal or a reader of lines would act on by its escape."""
+    """Replace what a terminal or a reader of lines would act on by its escape."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def use_one_line_records() -> None:
-    """Applies to all loggers of this process."""
+    """Apply to all loggers of this process."""
     logging.setLogRecordFactory(OneLineRecord)
 
 

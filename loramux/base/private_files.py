@@ -14,7 +14,7 @@ PRIVATE_FILE = 0o600
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes the folder and its missing parents; one that exists keeps its mode."""
+    """Make the folder and its missing parents; one that exists keeps its mode."""
     if folder.is_dir():
         return
     if folder.parent != folder:
@@ -24,7 +24,7 @@ def make_private_folder(folder: Path) -> None:
 
 @contextmanager
 def explaining(folder: Path, setting: str) -> Iterator[None]:
-    """Turns errors of the file system into one that names the folder and the setting."""
+    """Turn errors of the file system into one that names the folder and the setting."""
     try:
         yield
     except OSError as error:

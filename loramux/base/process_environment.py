@@ -25,5 +25,5 @@ def set_process_environment() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a child process: this one's, with defaults for what is not set."""
+    """Return the environment for a child process: this one's, with defaults for what is not set."""
     return {**DEFAULTS, **os.environ}

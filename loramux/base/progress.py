@@ -9,11 +9,11 @@ class ByteSink(Protocol):
     """Receives the number of bytes as they are transferred."""
 
     def begin(self, what: str, total_bytes: int | None) -> None:
-        """Starts a transfer; `total_bytes` is None if its size is not known."""
+        """Start a transfer; `total_bytes` is None if its size is not known."""
         ...
 
     def add(self, num_bytes: int) -> None:
-        """Adds bytes to the transfer that was started last."""
+        """Add bytes to the transfer that was started last."""
         ...
 
 

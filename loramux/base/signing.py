@@ -24,12 +24,12 @@ PRIVATE_MODE, PUBLIC_MODE = 0o600, 0o644
 
 
 def key_id_of(public_key: Ed25519PublicKey) -> str:
-    """Returns the id of a key: the first digits of the SHA-256 of its 32 bytes."""
+    """Return the id of a key: the first digits of the SHA-256 of its 32 bytes."""
     return hashlib.sha256(public_key.public_bytes_raw()).hexdigest()[:KEY_ID_DIGITS]
 
 
 def make_key_files(path: Path) -> str:
-    """Writes a new key to FILE and its public key to FILE.pub; returns the key id."""
+    """Write a new key to FILE and its public key to FILE.pub; return the key id."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

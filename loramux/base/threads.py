@@ -29,7 +29,7 @@ class WorkThreads:
         self._num_open = 0
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs the work on one of the threads; raises EngineBusy if too much waits for them."""
+        """Run the work on one of the threads; raise EngineBusy if too much waits for them."""
         with self._lock:
             if self._num_open >= self._limit:
                 raise EngineBusy(f"{self._num_open} {self._name} are under way or wait already.")
@@ -62,7 +62,7 @@ class Turns:
         self._locks: dict[Hashable, tuple[asyncio.Lock, int]] = {}
 
     async def run(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Runs the work when it is its turn; raises EngineBusy if too much waits for it."""
+        """Run the work when it is its turn; raise EngineBusy if too much waits for it."""
         lock, num_users = self._locks.get(key) or (asyncio.Lock(), 0)
         if num_users > self._max_waiting:
             raise EngineBusy(f"{num_users} requests wait for the tokenizer of this adapter.")

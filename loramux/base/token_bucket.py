@@ -33,18 +33,18 @@ class TokenBucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Takes an amount, which may be negative, whether or not the bucket holds it."""
+        """Take an amount, which may be negative, whether or not the bucket holds it."""
         self._level = min(self._capacity, self.level - amount)
 
     def try_take(self, amount: float = 1) -> bool:
-        """Takes the amount if the bucket holds it, and returns whether it does."""
+        """Take the amount if the bucket holds it, and returns whether it does."""
         if self.level < amount:
             return False
         self._level -= amount
         return True
 
     def wait_s(self, amount: float) -> float:
-        """Returns the seconds until the bucket holds the amount; infinite if it never will."""
+        """Return the seconds until the bucket holds the amount; infinite if it never will."""
         missing = amount - self.level
         if missing <= 0:
             return 0.0
@@ -53,6 +53,6 @@ class TokenBucket:
         return missing / self._per_second
 
     def resize(self, capacity: float, per_second: float) -> None:
-        """Changes the limit; what was used stays used."""
+        """Change the limit; what was used stays used."""
         self._level = self.level + capacity - self._capacity
         self._capacity, self._per_second = float(capacity), per_second

@@ -15,12 +15,12 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def advise(plan: MemoryPlan) -> list[str]:
-    """Returns sentences of advice; those that name a flag give a sufficient value."""
+    """Return sentences of advice; those that name a flag give a sufficient value."""
     return [*_device(plan), *_host(plan), *_disk(plan), *_kv(plan)]
 
 
 def flag_size(num_bytes: int) -> str:
-    """Rounds a size up and formats it as the flags expect it."""
+    """Round a size up and format it as the flags expect it."""
     for unit, size in UNITS:
         if num_bytes >= size:
             return f"{math.ceil(num_bytes / size * 10) / 10:g}{unit}"

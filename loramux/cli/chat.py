@@ -124,7 +124,7 @@ class LineReader:
             enable_editing(complete)
 
     def read(self, prompt: str) -> str | None:
-        """The next line, or None at the end of the input."""
+        """Return the next line, or None at the end of the input."""
         if not self.is_interactive:
             return sys.stdin.readline() or None
         try:

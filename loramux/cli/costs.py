@@ -26,7 +26,7 @@ from loramux.types.model import BaseModelInfo
 
 
 def planned_here(base: BaseModelInfo) -> PlannedBase:
-    """The base as a server on this machine would hold it."""
+    """Return the base as a server on this machine would hold it."""
     device, _, _ = local_device(AUTO)
     config = EngineConfig().resolve(device, available_bytes=available_memory_bytes())
     kind = "cuda" if config.is_gpu else "cpu"

@@ -112,7 +112,7 @@ def _act(
 
 @contextmanager
 def _until_stopped(server: RayDeployment, console: Console, *, is_own: bool) -> Iterator[None]:
-    """Keeps a cluster of this process until Ctrl-C or SIGTERM, and takes the deployment down."""
+    """Keep a cluster of this process until Ctrl-C or SIGTERM, and takes the deployment down."""
     if not is_own:
         yield
         return
@@ -128,7 +128,7 @@ def _until_stopped(server: RayDeployment, console: Console, *, is_own: bool) -> 
 
 
 def show_state(console: Console, state: DeploymentState) -> None:
-    """Prints the applications, and each replica in a row."""
+    """Print the applications, and each replica in a row."""
     for name, status in state.applications.items():
         say(console, f"{name:<9}", status, style="bold")
     for message in state.messages:
@@ -153,7 +153,7 @@ def _print_config(spec: ModelSpec) -> None:
 
 @contextmanager
 def _explaining(errors: Console) -> Iterator[None]:
-    """Turns errors into messages and exit statuses."""
+    """Turn errors into messages and exit statuses."""
     try:
         yield
     except ModuleNotFoundError as error:

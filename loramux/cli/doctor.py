@@ -112,7 +112,9 @@ def logits_text(change: float | None) -> str:
 
 
 def module_table(modules: Sequence[ModuleReport]) -> Table:
-    """A table with one row for all layers in which a module has the same rank, scale and dtype."""
+    """Return a table with one row for all layers in which a module has the same rank, scale and
+    dtype.
+    """
     has_effects = any(module.effect is not None for module in modules)
     is_relative = any(module.relative is not None for module in modules)
     table = Table("module", "layers")
@@ -153,7 +155,7 @@ def effects_text(effects: Iterable[float | None], *, is_relative: bool) -> str:
 
 
 def part_table(parts: Iterable[PartReport]) -> Table:
-    """A table with one row for all layers in which a part has the same kind and shape."""
+    """Return a table with one row for all layers in which a part has the same kind and shape."""
     table = Table("kind", "module", "layers")
     for column in ("shape", "norm"):
         table.add_column(column, justify="right")

@@ -78,7 +78,7 @@ def draw_here(asked: Asked, place: Place) -> Drawn:
 def _selections(
     asked: Asked, weights: dict[str, float], each: list[str] | None
 ) -> list[dict[str, float]]:
-    """Returns the adapters of each image; `each`: names of those that draw alone."""
+    """Return the adapters of each image; `each`: names of those that draw alone."""
     if each is not None:
         if asked.adapters is not None:
             raise InvalidRequest("--each draws with every adapter: leave out --adapter.")

@@ -63,7 +63,7 @@ def load_image_model(model: str, config: str | None) -> ImagePipeline:
 
 
 def split_weight(text: str) -> tuple[str, float | None]:
-    """Reads NAME[:WEIGHT]; a name may have colons itself."""
+    """Read NAME[:WEIGHT]; a name may have colons itself."""
     name, colon, weight = text.rpartition(":")
     if not colon:
         return text, None
@@ -74,7 +74,7 @@ def split_weight(text: str) -> tuple[str, float | None]:
 
 
 def selected(adapters: list[str], weights: dict[str, float]) -> dict[str, float]:
-    """Returns the weights by name: those given, else those of `weights`, else 1."""
+    """Return the weights by name: those given, else those of `weights`, else 1."""
     chosen: dict[str, float] = {}
     for text in adapters:
         name, weight = split_weight(text)

@@ -141,7 +141,7 @@ def collect_remote(
 
 
 def record(registry: Registry, place: str, **removed: int) -> None:
-    """Adds the collection to the audit log."""
+    """Add the collection to the audit log."""
     from loramux.registry.audit import Action, Event
 
     registry.record(Event(Action.GC, "", place, dict(removed)))

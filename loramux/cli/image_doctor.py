@@ -54,7 +54,7 @@ def examine_image_adapter(
 
 
 def _registered(name: Path) -> Path:
-    """Returns the folder of an adapter of the registry; a path that is no name of it as it is."""
+    """Return the folder of an adapter of the registry; a path that is no name of it as it is."""
     # Imported here: `--help` needs no database driver.
     from loramux.config.paths import find_data_paths
     from loramux.launch.library import LibraryOptions, open_library

@@ -224,7 +224,7 @@ def parse_scopes(texts: Iterable[str]) -> frozenset[KeyScope]:
 
 
 def parse_duration(text: str | None) -> float | None:
-    """Returns the seconds of a text like 30d, 12h, 90m or 20s."""
+    """Return the seconds of a text like 30d, 12h, 90m or 20s."""
     if text is None:
         return None
     match = _DURATION.fullmatch(text)
@@ -234,7 +234,7 @@ def parse_duration(text: str | None) -> float | None:
 
 
 def parse_limits(texts: Iterable[str]) -> dict[str, int | None]:
-    """Returns limits by name, checked; `none` removes one."""
+    """Return limits by name, checked; `none` removes one."""
     limits: dict[str, int | None] = {}
     for text in texts:
         name, _, number = text.partition("=")

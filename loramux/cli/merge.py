@@ -250,7 +250,7 @@ class LibraryOpener:
 
     @classmethod
     def of(cls, library: AdapterLibrary) -> LibraryOpener:
-        """An opener of a library that is open."""
+        """Return an opener of a library that is open."""
         opener = cls(ExitStack(), lambda: None)
         opener._library = library
         return opener

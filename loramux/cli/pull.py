@@ -71,7 +71,9 @@ def pull(
 
 
 def pull_signature() -> inspect.Signature:
-    """The signature of `pull`, with the settings of `serve` that limit what may be fetched."""
+    """Return the signature of `pull`, with the settings of `serve` that limit what may
+    be fetched.
+    """
     own = inspect.signature(pull, eval_str=True).parameters.values()
     limits = [flag_parameter(SETTINGS[name], panel=SOURCES_PANEL) for name in SOURCE_SETTINGS]
     kept = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -66,7 +66,7 @@ class FetchOptions:
 
 @contextmanager
 def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterator[tuple[Path, str]]:
-    """The folder of the adapter's files within the context, and the source to record."""
+    """Yield the folder of the adapter's files within the context, and the source to record."""
     # Imported here: HTTP clients slow down `--help`.
     from loramux.sources.parse import is_remote, parse_source
 
@@ -90,7 +90,9 @@ def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterato
 
 
 def source_config(source: str, options: FetchOptions) -> SourceConfig:
-    """The source policy of a push: the given host is allowed, a private address needs a flag."""
+    """Return the source policy of a push: the given host is allowed, a private address needs a
+    flag.
+    """
     return SourceConfig(
         http=HttpConfig(allowed_hosts=typed_hosts(source), private_hosts=options.private_hosts),
         limits=FetchLimits(
@@ -103,7 +105,7 @@ def source_config(source: str, options: FetchOptions) -> SourceConfig:
 
 
 def typed_hosts(source: str) -> tuple[str, ...]:
-    """The host in an HTTP source, without credentials; these are refused later."""
+    """Return the host in an HTTP source, without credentials; these are refused later."""
     if not source.startswith(("http://", "https://")):
         return ()
     try:
@@ -236,7 +238,7 @@ def promote_pushed(library: AdapterLibrary, pushed: Pushed, alias: str) -> None:
 
 
 def parse_kind(kind: str | None) -> Modality | None:
-    """Reads --kind; raises InvalidRequest."""
+    """Read --kind; raise InvalidRequest."""
     for modality in get_args(Modality):
         if kind == modality:
             found: Modality = modality
@@ -249,7 +251,7 @@ def parse_kind(kind: str | None) -> Modality | None:
 def given_signatures(
     folder: Path, key: Path | None, file: Path | None, modality: Modality | None
 ) -> tuple[str, ...]:
-    """The signatures of the flags; none: those in the folder count."""
+    """Return the signatures of the flags; none: those in the folder count."""
     found = () if file is None else read_signatures(file.parent, file.name)
     if key is None:
         return found

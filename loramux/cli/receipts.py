@@ -63,7 +63,7 @@ def receipt_table(found: Iterable[StoredReceipt]) -> Table:
 
 
 def receipt_lines(body: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """The fields of a receipt as text, including fields unknown to this version."""
+    """Yield the fields of a receipt as text, including fields unknown to this version."""
     for name, value in body.items():
         if name == "adapters" and isinstance(value, list):
             for adapter in value:

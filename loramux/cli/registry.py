@@ -141,7 +141,7 @@ DECLARED = ("ss_network_dim", "ss_network_alpha", "modelspec.architecture", "mod
 
 
 def stored_metadata(library: AdapterLibrary, cid: str) -> dict[str, str]:
-    """The metadata in the header of a stored adapter's weights; {} if it cannot be read."""
+    """Return the metadata in the header of a stored adapter's weights; {} if it cannot be read."""
     if not library.store.has(cid):
         return {}
     try:

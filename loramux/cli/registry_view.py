@@ -69,7 +69,9 @@ def adapter_table(found: Iterable[AdapterInfo]) -> Table:
 
 
 def version_size(version: VersionInfo) -> str:
-    """The size of the files of a version; a recipe has none, and shows how many parts it has."""
+    """Return the size of the files of a version; a recipe has none, and shows how many parts it
+    has.
+    """
     if version.recipe is None:
         return size_text(version.size_bytes)
     return f"{len(version.recipe.parts)} parts"
@@ -142,7 +144,7 @@ def recipe_lines(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def manifest_config(manifest: Mapping[str, object]) -> Mapping[str, object]:
-    """The fields of the adapter's config that are set."""
+    """Return the fields of the adapter's config that are set."""
     config = manifest.get("config")
     values = config if isinstance(config, Mapping) else {}
     return {name: value for name, value in values.items() if value not in (None, False, [], {})}
@@ -170,7 +172,7 @@ def reference_text(resolved: Resolved) -> str:
 
 
 def short_cid(cid: str) -> str:
-    """The first digits of a CID, enough for a reference."""
+    """Return the first digits of a CID, enough for a reference."""
     return cid.removeprefix(CID_PREFIX)[:SHORT_CID_DIGITS]
 
 

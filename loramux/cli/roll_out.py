@@ -24,7 +24,7 @@ _LOOK_S = 0.1
 
 
 def warm_on_servers(references: Iterable[str], urls: Sequence[str] | None) -> None:
-    """Loads every version on every server; raises LoramuxError if one cannot."""
+    """Load every version on every server; raise LoramuxError if one cannot."""
     wanted = list(references)
     for url in urls or (DEFAULT_URL,):
         with _client_of(url) as client:
@@ -36,7 +36,7 @@ def warm_on_servers(references: Iterable[str], urls: Sequence[str] | None) -> No
 
 
 def wait_until_settled(urls: Sequence[str] | None, revision: int) -> None:
-    """Waits until all servers of routers have followed a change, and prints each that has.
+    """Wait until all servers of routers have followed a change, and prints each that has.
 
     A server by itself has nothing to wait for: its answers follow with the next request.
     """

@@ -163,7 +163,7 @@ def router(  # noqa: PLR0913  (the options of a command)
 
 @contextmanager
 def _explaining() -> Iterator[None]:
-    """Ends the command with the reason of an error."""
+    """End the command with the reason of an error."""
     console = Console(stderr=True)
     try:
         yield

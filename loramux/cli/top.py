@@ -54,7 +54,7 @@ class Frame:
         return replace(self, last=None)
 
     def per_second(self, now: int, before: int) -> float | None:
-        """The rate of a counter since the last frame; None without a comparable frame."""
+        """Return the rate of a counter since the last frame; None without a comparable frame."""
         if self.last is None or now < before or self.taken_s <= self.last.taken_s:
             return None
         return (now - before) / (self.taken_s - self.last.taken_s)

@@ -58,7 +58,7 @@ def tune(
 def write_table(
     model: str, device: str, dtype: str, lora_augmented_ranks: int, output: Path | None
 ) -> tuple[Path, int]:
-    """Returns the file that was written, and the number of shapes in this run."""
+    """Return the file that was written, and the number of shapes in this run."""
     # Imported here: torch slows down `--help`.
     import torch
 

@@ -23,7 +23,7 @@ class RetryPolicy:
     """Jitter in [0, 1), which spreads clients that were refused together."""
 
     def delay_s(self, num_failures: int, error: Retryable) -> float | None:
-        """The delay before the next attempt; None means no further attempt."""
+        """Return the delay before the next attempt; None means no further attempt."""
         asked_s = error.retry_after_s
         if num_failures > self.max_retries or (asked_s or 0) > self.max_delay_s:
             return None

@@ -25,7 +25,7 @@ class StreamReader(Generic[ChunkT]):
         self._unfinished = set(range(num_choices))
 
     def read(self, event: ServerSentEvent) -> ChunkT | None:
-        """The chunk of an event; None if it contains none."""
+        """Return the chunk of an event; None if it contains none."""
         if event.data == END:
             self.is_over = True
             return None

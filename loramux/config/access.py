@@ -15,7 +15,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def parse_networks(texts: tuple[str, ...]) -> tuple[Network, ...]:
-    """Parses addresses and networks such as 10.0.0.0/8; raises InvalidRequest."""
+    """Parse addresses and networks such as 10.0.0.0/8; raise InvalidRequest."""
     try:
         return tuple(ipaddress.ip_network(text, strict=False) for text in texts)
     except ValueError as error:

@@ -126,7 +126,7 @@ def setting(  # noqa: PLR0913  (what a flag, a key and a line of help need)
     is_secret: bool = False,
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with the metadata of a setting.
+    """Return a dataclass field with the metadata of a setting.
 
     `name` is the setting's name where it differs from the field's. A secret setting may contain a
     password and is left out of the dataclass's repr.
@@ -146,7 +146,7 @@ def setting(  # noqa: PLR0913  (what a flag, a key and a line of help need)
 
 
 def settings_of(config: type) -> Iterator[Setting]:
-    """The settings among the fields of a config dataclass, in order."""
+    """Yield the settings among the fields of a config dataclass, in order."""
     for found in dataclasses.fields(config):
         if "kind" in found.metadata:
             facts = dict(found.metadata)
@@ -185,7 +185,7 @@ MODULE_FIELDS = ("name", "path", "base_model_name")
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a setting."""
+    """Return the command-line flag of a setting."""
     return "--" + name.replace("_", "-")
 
 

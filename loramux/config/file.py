@@ -13,7 +13,7 @@ from loramux.errors import InvalidRequest, suggest
 
 
 def load_serve_config(flags: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
-    """The config of a file and of the given flags; a flag replaces the file's value."""
+    """Return the config of a file and of the given flags; a flag replaces the file's value."""
     found = read_file(file) if file is not None else {}
     given: dict[str, object] = {}
     for key, value in flags.items():
@@ -27,7 +27,9 @@ def load_serve_config(flags: Mapping[str, Any], file: Path | None = None) -> Ser
 
 
 def read_file(file: Path) -> dict[str, object]:
-    """The settings of a TOML file. Keys may have - or _; relative paths start at its folder."""
+    """Return the settings of a TOML file. Keys may have - or _; relative paths start at
+    its folder.
+    """
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -60,7 +62,7 @@ def setting_name(key: str, file: Path) -> str:
 
 
 def parse(name: str, value: object, *, source: str, folder: Path | None = None) -> object:
-    """The value of a setting, checked; errors begin with `source`."""
+    """Return the value of a setting, checked; errors begin with `source`."""
     found = SETTINGS[name]
     try:
         is_auto = found.may_be_auto and value == AUTO

@@ -30,7 +30,7 @@ class ImageLora:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Returns (width, height) of a text such as 1024x768."""
+    """Return (width, height) of a text such as 1024x768."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise InvalidRequest(
@@ -40,7 +40,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_image_lora(text: str) -> ImageLora:
-    """Reads name=source[@weight]."""
+    """Read name=source[@weight]."""
     found = _LORA.fullmatch(text.strip())
     if found is None:
         raise InvalidRequest(
@@ -171,7 +171,7 @@ class ImageConfig:
 
 
 def demo_images(folder: Path = DEMO) -> tuple[str, tuple[str, ...]]:
-    """Returns the demo's model, and its adapters as --image-lora takes them."""
+    """Return the demo's model, and its adapters as --image-lora takes them."""
     model = folder / "model"
     if not (model / "model_index.json").exists():
         raise InvalidRequest(
@@ -184,7 +184,7 @@ def demo_images(folder: Path = DEMO) -> tuple[str, tuple[str, ...]]:
 
 
 def with_demo(images: ImageConfig) -> ImageConfig:
-    """Returns the settings that --images stands for; other adapters are added to the demo's."""
+    """Return the settings that --images stands for; other adapters are added to the demo's."""
     if not images.is_demo:
         return images
     if images.image_model is not None:

@@ -450,7 +450,7 @@ _PARTS: Mapping[str, type] = {
 
 
 def _all_settings() -> Iterator[Setting]:
-    """The settings of all configs; those of a part are at the position of its field."""
+    """Yield the settings of all configs; those of a part are at the position of its field."""
     server = {found.field: found for found in settings_of(ServeConfig)}
     for one in dataclasses.fields(ServeConfig):
         if one.name in server:
@@ -470,7 +470,7 @@ ALIASES = {alias: found.name for found in SETTINGS.values() for alias in found.a
 
 
 def serve_config(values: Mapping[str, object]) -> ServeConfig:
-    """The config with these values, by the settings' names."""
+    """Return the config with these values, by the settings' names."""
     server: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
     for name, value in values.items():

@@ -48,7 +48,7 @@ class MemberTable:
                 self.version += 1
 
     def running(self) -> dict[str, Member]:
-        """Returns by URL the replicas that Ray names."""
+        """Return by URL the replicas that Ray names."""
         with self._lock:
             return {one.url: one for one in self._running.values()}
 

@@ -155,7 +155,7 @@ class ModelsApp:
 
 @contextlib.asynccontextmanager
 async def _living(app: ASGIApp) -> AsyncIterator[None]:
-    """The lifespan of an application."""
+    """Yield the lifespan of an application."""
     to_app: asyncio.Queue[Message] = asyncio.Queue()
     of_app: asyncio.Queue[Message] = asyncio.Queue()
     living = asyncio.create_task(_run_lifespan(app, to_app, of_app))

@@ -9,7 +9,7 @@ from loramux.router.fleet import Fleet, Replica, State
 
 
 def busiest_adapters(listed: Iterable[Mapping[str, Any]], count: int) -> list[tuple[str, str]]:
-    """Returns name and CID of the adapters with the most requests, busiest first.
+    """Return name and CID of the adapters with the most requests, busiest first.
 
     `listed`: entries of a router's GET /v1/adapters.
     """
@@ -21,7 +21,7 @@ def busiest_adapters(listed: Iterable[Mapping[str, Any]], count: int) -> list[tu
 def own_adapters(
     adapters: Sequence[tuple[str, str]], *, own: str, members: Iterable[str]
 ) -> list[str]:
-    """Returns the names of adapters that a router's hash places on `own`, in their order.
+    """Return the names of adapters that a router's hash places on `own`, in their order.
 
     `members`: URLs of the replicas with which the new one shares them.
     """

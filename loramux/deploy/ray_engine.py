@@ -47,7 +47,7 @@ class Engine:
         self._is_started = False
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Starts the server, or changes what can be changed while it runs.
+        """Start the server, or change what can be changed while it runs.
 
         A change that the server refuses is told by `describe`: raising here would make Ray
         replace a replica that works.
@@ -80,7 +80,7 @@ class Engine:
         self._is_started = True
 
     async def _own_busiest(self) -> list[str]:
-        """Returns the busy adapters that a router's hash places here."""
+        """Return the busy adapters that a router's hash places here."""
         count = int(self._args["prewarm"])
         if not count:
             return []
@@ -95,11 +95,11 @@ class Engine:
         return own_adapters(told["adapters"], own=self._server.url, members=members)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Returns what routers know of the replica; Ray asks once, when it is ready."""
+        """Return what routers know of the replica; Ray asks once, when it is ready."""
         return {"url": self._server.url, "build": self._build}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the load as a share of what one replica should have."""
+        """Return the load as a share of what one replica should have."""
         report = await self._server.report()
         if report is None:
             return {}
@@ -123,7 +123,7 @@ class Engine:
         }
 
     async def __del__(self) -> None:
-        """Waits for open streams; Ray waits for this, up to its graceful_shutdown_timeout_s."""
+        """Wait for open streams; Ray waits for this, up to its graceful_shutdown_timeout_s."""
         has_failed = self._is_started and not self._server.is_running
         if self._is_started and not has_failed:
             await asyncio.sleep(_LEAVE_S)
@@ -135,6 +135,6 @@ class Engine:
 
 
 def engines(args: dict[str, Any]) -> serve.Application:
-    """Builds the application from the `args` of its configuration."""
+    """Build the application from the `args` of its configuration."""
     deployment = serve.deployment(Engine, name=ENGINE, max_constructor_retry_count=_NUM_STARTS)
     return deployment.bind(args, build_of(args))

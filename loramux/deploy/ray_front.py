@@ -71,7 +71,7 @@ class Front:
         return {"pid": os.getpid(), "host": host, "port": port}
 
     async def busiest(self, count: int) -> dict[str, Any]:
-        """Returns the fleet's busiest adapters, and the build of each replica by its URL."""
+        """Return the fleet's busiest adapters, and the build of each replica by its URL."""
         # Asked over its own listener, as a client with the router's key.
         host, port = self._socket.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
@@ -88,7 +88,7 @@ class Front:
         return {"adapters": busiest_adapters(listed, count), "members": builds}
 
     async def _follow(self) -> None:
-        """Makes Ray tell this process of the replicas: it begins with the first call."""
+        """Make Ray tell this process of the replicas: it begins with the first call."""
         engines = serve.get_deployment_handle(ENGINE, ENGINES)
         while True:
             try:
@@ -99,7 +99,7 @@ class Front:
                 await asyncio.sleep(1)
 
     async def __del__(self) -> None:
-        """Waits for open answers; Ray waits for this."""
+        """Wait for open answers; Ray waits for this."""
         self._following.cancel()
         self._server.should_exit = True
         await asyncio.wait([self._serving])
@@ -107,7 +107,7 @@ class Front:
 
 
 def without_lifespan(app: GuardedApp) -> Any:
-    """Returns the application for a second server: the first one starts and stops it."""
+    """Return the application for a second server: the first one starts and stop it."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -121,7 +121,7 @@ def without_lifespan(app: GuardedApp) -> Any:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens; several routers of one machine share the port, also while one replaces another."""
+    """Listen; several routers of one machine share the port, also while one replaces another."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     try:
@@ -135,6 +135,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def front(args: dict[str, Any]) -> serve.Application:
-    """Builds the application from the `args` of its configuration."""
+    """Build the application from the `args` of its configuration."""
     deployment = serve.deployment(serve.ingress()(Front), name=ROUTER)
     return deployment.bind(args)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """Returns the replicas for which each has the load that it should have.
+    """Return the replicas for which each has the load that it should have.
 
     Bounds and delays are Ray's; without reports the number stays.
     """

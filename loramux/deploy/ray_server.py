@@ -61,7 +61,7 @@ class DeploymentState:
         )
 
     def text(self) -> str:
-        """Returns one line."""
+        """Return one line."""
         parts = []
         for name, states in self.replicas.items():
             counts = ", ".join(f"{count} {state.lower()}" for state, count in states.items())
@@ -72,7 +72,7 @@ class DeploymentState:
 def connect(
     address: str | None = None, *, needs_cluster: bool = False, num_cpus: int | None = None
 ) -> bool:
-    """Connects to a Ray cluster; without one, starts one that ends with this process.
+    """Connect to a Ray cluster; without one, start one that ends with this process.
 
     Returns whether it was started here. Raises DeployFailed if there is none at `address`, or none
     at all and `needs_cluster`.
@@ -131,7 +131,7 @@ class RayDeployment:
         return self._deploy(serve_config(self._spec))
 
     def update(self, spec: ModelSpec) -> DeploymentState:
-        """Changes the deployment into another spec, and returns when that is done.
+        """Change the deployment into another spec, and return when that is done.
 
         Adapters, pins, limits and the number of replicas change in place; the model and settings
         by a rolling update. Raises DeployFailed; the spec of before is then deployed again.
@@ -157,7 +157,7 @@ class RayDeployment:
         return deployment_state()
 
     def shutdown(self) -> None:
-        """Stops all replicas, which first finish their open streams."""
+        """Stop all replicas, which first finish their open streams."""
         serve.shutdown()
 
     def _deploy(self, config: Mapping[str, Any]) -> DeploymentState:
@@ -220,7 +220,7 @@ class _Waiting:
 
 
 def deployed_config() -> dict[str, Any] | None:
-    """Returns the configuration of the cluster's deployment; None without one."""
+    """Return the configuration of the cluster's deployment; None without one."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return None
@@ -247,7 +247,7 @@ def deployment_state() -> DeploymentState:
 
 
 def _described() -> list[dict[str, Any]]:
-    """Returns what each replica says of itself; nothing while one does not answer."""
+    """Return what each replica says of itself; nothing while one does not answer."""
     try:
         handle = serve.get_deployment_handle(ENGINE, ENGINES)
         return list(handle.broadcast("describe").results(timeout_s=_CALL_S))

@@ -44,7 +44,7 @@ class ReplicaFailed(LoramuxError):
 
 class ReplicaServer:
     def __init__(self, settings: Mapping[str, Any], *, host: str, slot: Slot) -> None:
-        """`settings`: those of `loramux serve`, as in its TOML file."""
+        """Take the settings of `loramux serve`, as in its TOML file."""
         self._settings = dict(settings)
         self._host = host
         self._slot = slot
@@ -68,7 +68,7 @@ class ReplicaServer:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, adapters: Mapping[str, Mapping[str, Any]], *, timeout_s: float) -> None:
-        """Starts the server with its adapters, and returns when it is ready.
+        """Start the server with its adapters, and return when it is ready.
 
         Raises ReplicaFailed with the end of the server's log.
         """
@@ -96,7 +96,7 @@ class ReplicaServer:
         await self._pin({}, adapters)
 
     async def apply(self, adapters: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads, pins and unloads until the server has exactly these adapters.
+        """Load, pin and unload until the server has exactly these adapters.
 
         Raises ReplicaFailed; the server then has those of before.
         """
@@ -117,7 +117,7 @@ class ReplicaServer:
         self._adapters = dict(adapters)
 
     async def set_limits(self, limits: Mapping[str, Mapping[str, int | None]]) -> None:
-        """Writes the limits of tenants to the registry, where they are not so yet."""
+        """Write the limits of tenants to the registry, where they are not so yet."""
         if limits != self._limits:
             removed: dict[str, Mapping[str, int | None]] = {
                 tenant: dict.fromkeys(old) for tenant, old in self._limits.items()
@@ -130,7 +130,7 @@ class ReplicaServer:
             self._limits = dict(limits)
 
     async def warm(self, names: Iterable[str]) -> list[str]:
-        """Loads adapters on the device, one after the other; returns those that could be."""
+        """Load adapters on the device, one after the other; return those that could be."""
         warmed = []
         for name in names:
             try:
@@ -147,7 +147,7 @@ class ReplicaServer:
         return warmed
 
     async def report(self) -> ResidencyReport | None:
-        """Returns the load; None where the server does not report it."""
+        """Return the load; None where the server does not report it."""
         try:
             told = await self._client.get("/v1/residency", params={"since": -1})
             if told.status_code != 200:
@@ -157,7 +157,7 @@ class ReplicaServer:
             return None
 
     async def check(self) -> None:
-        """Raises ReplicaFailed if the server has ended or does not answer.
+        """Raise ReplicaFailed if the server has ended or does not answer.
 
         A server that starts its engine again by itself answers.
         """
@@ -170,7 +170,7 @@ class ReplicaServer:
             raise ReplicaFailed(f"{self.url} does not answer: {error!r}") from error
 
     async def stop(self) -> None:
-        """Ends the server, which first waits for its open requests for --drain-s seconds."""
+        """End the server, which first waits for its open requests for --drain-s seconds."""
         if self._process is not None and self.is_running:
             self._process.terminate()
             await self._process.wait()
@@ -228,7 +228,7 @@ class ReplicaServer:
 
 
 async def _each(works: Iterable[Awaitable[None]]) -> None:
-    """Does a few at a time; raises the first error when all have ended."""
+    """Do a few at a time; raise the first error when all have ended."""
     places = asyncio.Semaphore(_NUM_LOADS)
 
     async def one(work: Awaitable[None]) -> None:
@@ -242,7 +242,7 @@ async def _each(works: Iterable[Awaitable[None]]) -> None:
 
 
 def toml(settings: Mapping[str, Any]) -> str:
-    """Returns a TOML document of settings; a table of names and values becomes an inline table."""
+    """Return a TOML document of settings; a table of names and values becomes an inline table."""
     return "".join(f"{_toml_value(name)} = {_toml_value(one)}\n" for name, one in settings.items())
 
 
@@ -257,7 +257,7 @@ def _toml_value(value: Any) -> str:
 
 
 def last_lines(log: Path) -> str:
-    """Returns the end of a server's log."""
+    """Return the end of a server's log."""
     try:
         return log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace").strip()
     except OSError:

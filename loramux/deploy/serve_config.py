@@ -54,7 +54,7 @@ def placed(spec: ModelSpec, host: str | None, port: int | None) -> ModelSpec:
 
 
 def serve_config(spec: ModelSpec) -> dict[str, Any]:
-    """Returns the configuration of the whole deployment."""
+    """Return the configuration of the whole deployment."""
     fleet = spec.fleet
     return {
         "proxy_location": "EveryNode",
@@ -65,7 +65,7 @@ def serve_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def user_config(spec: ModelSpec) -> dict[str, Any]:
-    """Returns what replicas change while they run."""
+    """Return what replicas change while they run."""
     lora = (spec.lora if spec.is_text else None) or LoRAConfig()
     scaling = spec.fleet.scaling
     config: dict[str, Any] = {
@@ -82,7 +82,7 @@ def user_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def build_of(args: Mapping[str, Any]) -> str:
-    """Returns a digest of what makes a replica start again."""
+    """Return a digest of what makes a replica start again."""
     return _digest(args)
 
 
@@ -154,7 +154,7 @@ def engine_args(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _autoscaling(spec: ModelSpec) -> dict[str, Any]:
-    """Returns the bounds of the number of replicas.
+    """Return the bounds of the number of replicas.
 
     A fixed number is a range of one: Ray would replace all replicas of a deployment that begins
     or ceases to have a policy.

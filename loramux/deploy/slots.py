@@ -48,7 +48,7 @@ class Slot:
 
 
 def take_slot(host: str, first_port: int, *, root: Path | None = None) -> Slot:
-    """Takes the place of a replica that failed, else the first whose port is free.
+    """Take the place of a replica that failed, else the first whose port is free.
 
     Raises LoramuxError.
     """
@@ -69,7 +69,7 @@ def take_slot(host: str, first_port: int, *, root: Path | None = None) -> Slot:
 
 
 def _take(host: str, port: int, folder: Path, wait_s: float) -> Slot | None:
-    """`wait_s`: how long a port may be busy although no replica has its place."""
+    """Take a place, waiting `wait_s` for a port that is busy although no replica has it."""
     make_private_folder(folder)
     lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

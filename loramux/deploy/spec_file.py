@@ -29,7 +29,7 @@ _PATHS = (Kind.PATH, Kind.PATHS, Kind.URL_OR_PATH)
 
 
 def read_spec(file: Path) -> ModelSpec:
-    """Reads a file; relative paths in it start at its folder. Raises InvalidRequest."""
+    """Read a file; relative paths in it start at its folder. Raises InvalidRequest."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -43,7 +43,7 @@ def read_spec(file: Path) -> ModelSpec:
 
 
 def spec_of(content: object, folder: Path) -> ModelSpec:
-    """Makes a spec of the fields of a file in `folder`."""
+    """Make a spec of the fields of a file in `folder`."""
     fields = dict(_table(content, "the file", ModelSpec))
     for name, part in _PARTS.items():
         if fields.get(name) is not None:
@@ -110,7 +110,7 @@ def _mapping(content: object, where: str) -> Mapping[str, Any]:
 
 
 def _table(content: object, where: str, kind: type) -> Mapping[str, Any]:
-    """Returns the fields of a dataclass; raises InvalidRequest for others."""
+    """Return the fields of a dataclass; raise InvalidRequest for others."""
     table = _mapping(content, where)
     known = [one.name for one in dataclasses.fields(kind)]
     for key in table:
@@ -120,7 +120,7 @@ def _table(content: object, where: str, kind: type) -> Mapping[str, Any]:
 
 
 def _made(kind: type[_T], fields: Mapping[str, Any], where: str) -> _T:
-    """Makes a dataclass whose plain fields have the types of their defaults."""
+    """Make a dataclass whose plain fields have the types of their defaults."""
     for one in dataclasses.fields(cast("Any", kind)):
         value, default = fields.get(one.name), one.default
         if one.name not in fields and default is dataclasses.MISSING:

@@ -34,11 +34,11 @@ class LowRank:
         return _count(self.a, self.b, self.dora, self.bias)
 
     def delta(self) -> Tensor:
-        """Returns the change of the weight, in its shape."""
+        """Return the change of the weight, in its shape."""
         return (self.b @ self.a.flatten(1)).view(self.b.shape[0], *self.a.shape[1:])
 
     def outputs(self, module: Target, x: Tensor) -> Tensor:
-        """Returns what the change of the weight adds to the module's outputs for inputs x."""
+        """Return what the change of the weight adds to the module's outputs for inputs x."""
         if isinstance(module, nn.Conv2d):
             h = F.conv2d(x, self.a, None, module.stride, module.padding, module.dilation)
             return F.conv2d(h, self.b[:, :, None, None])
@@ -85,7 +85,7 @@ class Kronecker:
         return self._own(whole.flatten(0, 1).flatten(1, 2), 0)
 
     def outputs(self, module: Target, x: Tensor) -> Tensor:
-        """Returns what the change of the weight adds to the module's outputs for inputs x.
+        """Return what the change of the weight adds to the module's outputs for inputs x.
 
         As two small products; the Kronecker product itself is never made.
         """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def pipeline_digest(pipe: Any) -> str:
-    """Returns sha256:<hex> over the names, types, shapes and bytes of all weights."""
+    """Return sha256:<hex> over the names, types, shapes and bytes of all weights."""
     total = hashlib.sha256(type(pipe).__name__.encode())
     for name, part in sorted(pipe.components.items()):
         if not isinstance(part, nn.Module):
@@ -22,12 +22,12 @@ def pipeline_digest(pipe: Any) -> str:
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """Rounds [height, width, 3] in [0, 1] to bytes as diffusers does."""
+    """Round [height, width, 3] in [0, 1] to bytes as diffusers does."""
     return (pixels * 255).round().to(torch.uint8)
 
 
 def pixel_digest(image: Tensor) -> str:
-    """Returns sha256:<hex> over the size and the bytes of an image of [height, width, 3] bytes."""
+    """Return sha256:<hex> over the size and the bytes of an image of [height, width, 3] bytes."""
     height, width, _ = image.shape
     total = hashlib.sha256(f"{width}x{height} rgb8\n".encode())
     total.update(_bytes(image))

@@ -19,7 +19,7 @@ _MIN_RATIO = 1e-12
 
 
 def dora_rows(name: str, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor) -> Tensor:
-    """Returns [3, out]: c(1) - 1, and the parts of the squared norm that grow with w * w and w.
+    """Return [3, out]: c(1) - 1, and the parts of the squared norm that grow with w * w and w.
 
     They are small, so that a narrow type holds them well. Raises AdapterRefused.
     """
@@ -39,7 +39,7 @@ def dora_rows(name: str, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor
 
 
 def dora_factors(rows: Tensor, weight: float) -> Tensor:
-    """Returns c(weight) in float32, [out]."""
+    """Return c(weight) in float32, [out]."""
     gain, own, along = rows.float().unbind()
     ratio = 1 + (weight * weight - 1) * own + 2 * (weight - 1) * along
     factors: Tensor = (1 + gain) * ratio.clamp_min(_MIN_RATIO).rsqrt()
@@ -47,7 +47,7 @@ def dora_factors(rows: Tensor, weight: float) -> Tensor:
 
 
 def add_dora(module: Target, x: Tensor, y: Tensor, pair: LowRank, weight: float) -> None:
-    """Turns the module's outputs y for the inputs x into those with the adapter."""
+    """Turn the module's outputs y for the inputs x into those with the adapter."""
     assert pair.dora is not None
     factors = dora_factors(pair.dora, weight)
     base = y

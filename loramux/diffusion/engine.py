@@ -61,7 +61,7 @@ class ImageEngine:
         loads: Executor | None = None,
         prompt_cache_bytes: int = PROMPT_CACHE_BYTES,
     ) -> None:
-        """`loads` runs the loads of adapters; None: steps wait for them."""
+        """Run loads of adapters on `loads`; None: steps wait for them."""
         detect_cpu()
         self.family: Family = family_of(pipe)
         self.samplers = SamplerFactory(pipe.scheduler)
@@ -110,7 +110,7 @@ class ImageEngine:
         self.num_forwards, self.forwards = 0, ForwardCounts()
 
     def _make_graphs(self, component: str) -> ForwardGraphs | None:
-        """Returns the CUDA graphs of a component; None on a CPU, and for a family without them."""
+        """Return the CUDA graphs of a component; None on a CPU, and for a family without them."""
         tables = self._lora[component].tables
         if tables is None or not self.family.has_graphs:
             return None
@@ -151,24 +151,24 @@ class ImageEngine:
         return self._jobs[request_id].state
 
     def add_adapter(self, adapter: ImageAdapter) -> ImageAdapterCard:
-        """Registers an adapter that has no file."""
+        """Register an adapter that has no file."""
         found = self.memory.catalog.give(adapter)
         self.admit(found)
         return found.card
 
     def register_adapter(self, place: Path) -> ImageAdapterCard:
-        """Reads, checks and registers a file or folder; raises AdapterRefused or DoesNotFit."""
+        """Read, check and register a file or folder; raise AdapterRefused or DoesNotFit."""
         found = self.memory.catalog.identify(place)
         self.admit(found)
         return found.card
 
     def admit(self, found: ReadAdapter) -> None:
-        """Registers an adapter that was read; its weights come to the device with an image."""
+        """Register an adapter that was read; its weights come to the device with an image."""
         self._removed.discard(found.card.cid)
         self.memory.admit(found)
 
     def adopt(self, card: ImageAdapterCard) -> None:
-        """Registers an adapter by its card alone; a load checks its file."""
+        """Register an adapter by its card alone; a load checks its file."""
         self._removed.discard(card.cid)
         self.memory.catalog.adopt(card)
 
@@ -204,14 +204,14 @@ class ImageEngine:
         return self.family.num_tokens(request) * (2 if self.family.is_guided(request) else 1)
 
     def abort(self, request_id: str) -> None:
-        """Ends an image before the next step, if it has not ended already."""
+        """End an image before the next step, if it has not ended already."""
         job = self._jobs.get(request_id)
         if job is not None:
             self._end(job, JobState.ABORTED)
 
     @torch.no_grad()
     def step(self) -> list[ImageEvent]:
-        """Runs one forward for the images that the planner chooses, and decodes a finished group.
+        """Run one forward for the images that the planner chooses, and decodes a finished group.
 
         Without an image that can run, it waits a moment for a load.
         """
@@ -240,7 +240,7 @@ class ImageEngine:
         return events
 
     def _may_run(self) -> Callable[[str], bool]:
-        """Returns what tells of each image, in the fair order, whether it takes part in the step.
+        """Return what tells of each image, in the fair order, whether it takes part in the step.
 
         Where others have begun, few images begin in one step: their prompts are encoded in it.
         """
@@ -265,7 +265,7 @@ class ImageEngine:
 
     @torch.no_grad()
     def effects(self, request: ImageRequest) -> list[float]:
-        """Returns how much the selection of a request changes each prediction of the base.
+        """Return how much the selection of a request changes each prediction of the base.
 
         The predictions are those along the base's own steps; 0.1 is a change by a tenth of their
         norm.
@@ -297,11 +297,11 @@ class ImageEngine:
         return found
 
     def running_adapters(self) -> Mapping[str, int]:
-        """Returns the number of images that have begun with each adapter."""
+        """Return the number of images that have begun with each adapter."""
         return self._leases.running_counts()
 
     def waiting_adapters(self) -> Mapping[str, int]:
-        """Returns the number of images that wait for each adapter."""
+        """Return the number of images that wait for each adapter."""
         return self._leases.waiting_counts()
 
     @property
@@ -314,7 +314,7 @@ class ImageEngine:
         return len(self._jobs) - self.num_running
 
     def waiting_tenants(self) -> Mapping[str, int]:
-        """Returns the number of waiting images of each tenant."""
+        """Return the number of waiting images of each tenant."""
         return Counter(job.request.tenant for job in self._jobs.values() if job.sampling is None)
 
     def close(self) -> None:
@@ -333,7 +333,7 @@ class ImageEngine:
             assert self._leases.is_waiting(request_id) <= (job.sampling is None)
 
     def _begun(self, jobs: Sequence[Job], events: list[ImageEvent]) -> Iterator[Job]:
-        """Encodes the prompts of new jobs; yields the jobs that can take a step."""
+        """Encode the prompts of new jobs; yield the jobs that can take a step."""
         for job in jobs:
             if job.state is JobState.QUEUED:
                 facts = self._facts[job.request.request_id]
@@ -389,7 +389,7 @@ class ImageEngine:
         )
 
     def _run(self, jobs: Sequence[Job], events: list[ImageEvent]) -> None:
-        """Takes one step of all jobs; if their forward fails, one of each, to find the cause."""
+        """Take one step of all jobs; if their forward fails, one of each, to find the cause."""
         # Rows with equal selections become neighbours, which share the GEMMs of their adapters.
         jobs = sorted(jobs, key=lambda job: job.request.selection)
         try:
@@ -449,7 +449,7 @@ class ImageEngine:
         return job.request.has_preview_after(done, job.sampling.num_steps)
 
     def _count(self, jobs: Sequence[Job]) -> None:
-        """Notes which images shared this forward, and which ones had to pause."""
+        """Note which images shared this forward, and which ones had to pause."""
         num_adapters = len({cid for job in jobs for cid in job.request.cids})
         for job in jobs:
             facts = self._facts[job.request.request_id]
@@ -463,7 +463,7 @@ class ImageEngine:
                 self.num_pauses += 1
 
     def _next_undecoded(self) -> list[Job]:
-        """Takes the images that are decoded next, which have one size."""
+        """Take the images that are decoded next, which have one size."""
         size = _size(self._undecoded[0])
         group = [job for job in self._undecoded if _size(job) == size][:_MAX_DECODED]
         self._undecoded = [job for job in self._undecoded if job not in group]
@@ -522,7 +522,9 @@ class ImageEngine:
 
 
 def _not_finite(request: ImageRequest) -> LoramuxError:
-    """The error of an image with NaN pixels; it is the client's if its values may be the cause."""
+    """Return the error of an image with NaN pixels; it is the client's if its values may be the
+    cause.
+    """
     causes = [
         f"{name} ({value:g})"
         for name in ("guidance_scale", "true_cfg_scale")

@@ -52,7 +52,7 @@ class ForwardGraphs:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Replaces the forward of the net."""
+        """Replace the forward of the net."""
         forward = self._net.forward
 
         @wraps(forward)
@@ -102,7 +102,7 @@ class ForwardGraphs:
         leaves: list[Any],
         spec: pytree.TreeSpec,
     ) -> _Graph | None:
-        """Captures a forward; returns None, for ever, if there is no memory for it."""
+        """Capture a forward; return None, for ever, if there is no memory for it."""
         # A graph is not freed while it runs.
         wait_for(self._device)
         while len(self._graphs) >= _MAX_GRAPHS:
@@ -132,7 +132,9 @@ class ForwardGraphs:
 
 
 def _kind_of(leaf: Any) -> Hashable:
-    """What of an input a graph has fixed: shape and type of a tensor, the value of another."""
+    """Return what of an input a graph has fixed: shape and type of a tensor, the value
+    of another.
+    """
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     return type(leaf), repr(leaf)

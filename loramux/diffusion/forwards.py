@@ -17,6 +17,6 @@ class ForwardCounts:
     adapters: Counter[int] = field(default_factory=Counter)
 
     def add(self, selections: Sequence[Selection]) -> None:
-        """Counts a forward by the selections of its rows."""
+        """Count a forward by the selections of its rows."""
         self.rows[len(selections)] += 1
         self.adapters[len({cid for selection in selections for cid, _ in selection})] += 1

@@ -163,7 +163,7 @@ class ImagePipeline:
         return pipeline_digest(self._pipe)
 
     def add_adapter(self, name: str, path: str | Path) -> AdapterReport:
-        """Reads and checks a file or a folder; raises AdapterRefused."""
+        """Read and check a file or a folder; raise AdapterRefused."""
         if not name:
             raise InvalidRequest("The name of an adapter must not be empty.", param="name")
         if name in self._adapters:
@@ -210,7 +210,7 @@ class ImagePipeline:
         ]
 
     def effects(self, name: str, *, steps: int = 3) -> list[float]:
-        """Returns how much an adapter changes each of a few predictions of the base."""
+        """Return how much an adapter changes each of a few predictions of the base."""
         family = self.engine.family
         side = family.default_size if family.facts.sizes else min(family.default_size, 256)
         side -= side % family.size_factor
@@ -269,7 +269,7 @@ class ImagePipeline:
 
 
 def sheet(drawn: Sequence[DrawnImage], enlarge: int = 1) -> Image.Image:
-    """Returns images of one size side by side."""
+    """Return images of one size side by side."""
     width, height = drawn[0].image.size
     whole = Image.new("RGB", (width * len(drawn), height))
     for index, one in enumerate(drawn):

@@ -60,7 +60,7 @@ class Job:
         return self.sampling is not None and self.sampling.position == self.sampling.num_steps
 
     def rows(self) -> list[Row]:
-        """Returns the rows of the next step, first the negative one."""
+        """Return the rows of the next step, first the negative one."""
         assert self.sampling is not None and self.positive is not None
         texts = [self.positive] if self.negative is None else [self.negative, self.positive]
         return [Row(self.sampling, text) for text in texts]

@@ -28,7 +28,7 @@ class AdapterLeases:
         """The waiting image that adapters are kept for as they arrive."""
 
     def arrive(self, request: ImageRequest) -> AdapterState | None:
-        """Starts to load what is missing; returns the slowest tier that has an adapter.
+        """Start to load what is missing; return the slowest tier that has an adapter.
 
         Raises AdapterNotFound, or DoesNotFit for adapters that could never be there at once.
         """
@@ -40,7 +40,7 @@ class AdapterLeases:
         return found
 
     def leave(self, request_id: str) -> None:
-        """Returns everything that an image waits for or holds."""
+        """Return everything that an image waits for or holds."""
         cids = self._waiting.pop(request_id, None)
         if cids is not None:
             self._residency.remove_waiters(cids)
@@ -56,7 +56,7 @@ class AdapterLeases:
         return not all(cid in self._residency for cid in cids)
 
     def failures(self) -> Iterator[tuple[str, LoramuxError]]:
-        """Yields the images whose adapters cannot be loaded; call it after the loads moved."""
+        """Yield the images whose adapters cannot be loaded; call it after the loads moved."""
         for request_id, cids in list(self._waiting.items()):
             try:
                 self._residency.is_ready(cids)
@@ -72,7 +72,7 @@ class AdapterLeases:
             )
 
     def admission(self) -> Callable[[str], bool]:
-        """Returns what tells of each image, in the fair order, whether it may run in this step."""
+        """Return what tells of each image, in the fair order, whether it may run in this step."""
         is_blocked = False
 
         def may_run(request_id: str) -> bool:
@@ -107,15 +107,15 @@ class AdapterLeases:
             self._reserved = None
 
     def counts(self) -> Counter[str]:
-        """Returns the number of leases of each adapter."""
+        """Return the number of leases of each adapter."""
         return Counter(cid for cids in self._held.values() for cid in cids)
 
     def waiting_counts(self) -> Counter[str]:
-        """Returns the number of images that wait for each adapter."""
+        """Return the number of images that wait for each adapter."""
         return Counter(cid for cids in self._waiting.values() for cid in cids)
 
     def running_counts(self) -> Counter[str]:
-        """Returns the number of images that have begun with each adapter."""
+        """Return the number of images that have begun with each adapter."""
         begun = (cids for name, cids in self._held.items() if name not in self._waiting)
         return Counter(cid for cids in begun for cid in cids)
 

@@ -196,7 +196,7 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 def pipeline_class(folder: Path) -> str:
-    """Returns the class that model_index.json names; raises UnsupportedModel without one."""
+    """Return the class that model_index.json names; raise UnsupportedModel without one."""
     index = folder / INDEX_NAME
     try:
         name = json.loads(index.read_bytes())["_class_name"]

@@ -22,7 +22,7 @@ class PlanLimits:
     """`bucket`: all images of a forward have one selection of adapters."""
 
     def num_images(self, tokens: int) -> int:
-        """Returns how many images of this many tokens the largest forward has."""
+        """Return how many images of this many tokens the largest forward has."""
         return min(max(self.max_tokens // tokens, 1), self.max_images)
 
 
@@ -68,7 +68,7 @@ class Planner:
         self._shares.leave(entry.request, entry.clients, is_running=False)
 
     def next_images(self, may_run: Callable[[str], bool] = lambda request_id: True) -> list[str]:
-        """Returns the request ids of the next forward and charges their clients for it.
+        """Return the request ids of the next forward and charge their clients for it.
 
         `may_run` is asked in the fair order; an image that may not keeps its place.
         """

@@ -33,7 +33,7 @@ class PromptCache:
         return len(self._texts)
 
     def get(self, key: PromptKey, encode: Callable[[], Text]) -> Text:
-        """Returns the encoded text; encodes it if it is not kept."""
+        """Return the encoded text; encode it if it is not kept."""
         found = self._texts.get(key)
         if found is not None:
             self.num_hits += 1
@@ -50,7 +50,7 @@ class PromptCache:
         return text
 
     def forget(self, cid: str) -> None:
-        """Drops the texts that were encoded with this adapter."""
+        """Drop the texts that were encoded with this adapter."""
         for key in [key for key in self._texts if any(cid == used for used, _ in key.selection)]:
             self.used_bytes -= _num_bytes(self._texts.pop(key))
 

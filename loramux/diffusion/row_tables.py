@@ -65,7 +65,7 @@ class Step:
         return self.places.shape, self.kinds.tobytes()
 
     def copy_from(self, step: Step) -> None:
-        """Takes over the adapters of a step of the same layout."""
+        """Take over the adapters of a step of the same layout."""
         self.places.copy_(step.places)
         self.weights.copy_(step.weights)
 
@@ -87,7 +87,7 @@ class RowTables:
         self._tokens: dict[tuple[tuple[int, int], ...], RowTokens] = {}
 
     def add(self, cid: str, modules: Modules) -> None:
-        """Notes where the matrices of an adapter are; they stay there until `remove`."""
+        """Note where the matrices of an adapter are; they stay there until `remove`."""
         places = np.zeros((len(self._linears), WORDS), dtype=np.int64)
         is_aligned = np.ones(len(self._linears), dtype=np.bool_)
         others = set()
@@ -107,7 +107,7 @@ class RowTables:
         self._steps.clear()
 
     def set_rows(self, selections: Sequence[Selection], ranges: TokenRanges) -> None:
-        """Sets the selection of each row of the next forward."""
+        """Set the selection of each row of the next forward."""
         key = tuple(selections)
         step = self._steps.get(key)
         if step is None:
@@ -131,12 +131,12 @@ class RowTables:
             self._step = kept
 
     def copy_of(self, step: Step) -> Step:
-        """Returns tables of the same layout with memory of their own."""
+        """Return tables of the same layout with memory of their own."""
         places, weights = step.places.clone(), step.weights.clone()
         return self._step_of(places, weights, step.kinds, step.others)
 
     def add_deltas(self, path: str, x: Tensor, y: Tensor) -> bool:
-        """Adds the deltas of one module to its output; returns False if the kernels cannot."""
+        """Add the deltas of one module to its output; return False if the kernels cannot."""
         if path in self._step.others or not y.is_contiguous():
             return False
         terms = self._step.terms.get(path)
@@ -216,7 +216,7 @@ class RowTables:
 
 
 def _round_up(ranks: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Rounds ranks up to those that the kernels compute anyway, so that fewer layouts differ."""
+    """Round ranks up to those that the kernels compute anyway, so that fewer layouts differ."""
     powers = 2 ** np.ceil(np.log2(np.maximum(ranks, MIN_RANKS))).astype(np.int64)
     multiples = -(-ranks // MAX_RANKS) * MAX_RANKS
     rounded = np.where(ranks <= MAX_RANKS, powers, multiples)

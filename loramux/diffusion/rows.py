@@ -78,7 +78,7 @@ class RowLora:
                 self._hooks.pop(path).remove()
 
     def set_rows(self, selections: Sequence[Selection], ranges: TokenRanges | None = None) -> None:
-        """Sets the selection of each row; equal ones should be neighbours, as they share a GEMM.
+        """Set the selection of each row; equal ones should be neighbours, as they share a GEMM.
 
         `ranges`: the tokens of each row in modules whose input has no dimension of rows.
         """
@@ -105,7 +105,7 @@ class RowLora:
             self._tables.warm_up()
 
     def set_all(self, selection: Selection) -> None:
-        """Sets one selection for all rows, however many there are."""
+        """Set one selection for all rows, however many there are."""
         self._num_rows = None
         self._ranges = {}
         self._spans = (_Span(0, 0, selection),) if selection else ()
@@ -132,7 +132,7 @@ class RowLora:
         return tuple((delta.on(device), weight) for delta, weight in found if delta is not None)
 
     def _place(self, path: str, span: _Span, inputs: Tensor) -> tuple[int, int]:
-        """Returns the part of the first dimension that has the rows of the span."""
+        """Return the part of the first dimension that has the rows of the span."""
         if self._num_rows is None:
             return 0, inputs.shape[0]
         self._check_rows(path, inputs)
@@ -150,7 +150,7 @@ class RowLora:
 
 
 def _tables_of(net: nn.Module) -> RowTables | None:
-    """The tables for the GPU kernels; LORAMUX_KERNELS=triton interprets these, for tests."""
+    """Return the tables for the GPU kernels; LORAMUX_KERNELS=triton interprets these, for tests."""
     if not next(net.parameters()).is_cuda and os.environ.get("LORAMUX_KERNELS") != "triton":
         return None
     # Imported here, as it needs Triton.

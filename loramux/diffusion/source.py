@@ -28,7 +28,7 @@ class SourcePixels:
 
 
 def fit_source(request: ImageRequest) -> ImageRequest:
-    """Decodes and scales the source outside of the step loop, which then has little to decode.
+    """Decode and scale the source outside of the step loop, which then has little to decode.
 
     Raises InvalidRequest for files that cannot be read.
     """
@@ -46,7 +46,7 @@ def fit_source(request: ImageRequest) -> ImageRequest:
 
 
 def decode_source(source: SourceImage, width: int, height: int) -> SourcePixels:
-    """Returns the pixels at the size of the drawing; raises InvalidRequest."""
+    """Return the pixels at the size of the drawing; raise InvalidRequest."""
     size = (width, height)
     mask = _mask(source, size)
     return SourcePixels(
@@ -65,7 +65,7 @@ def _image(source: SourceImage, size: tuple[int, int]) -> Image.Image:
 
 
 def _mask(source: SourceImage, size: tuple[int, int]) -> Image.Image | None:
-    """Returns the mask with white for what is drawn anew."""
+    """Return the mask with white for what is drawn anew."""
     if source.mask is None:
         return None
     mask = _opened(source.mask, "mask")
@@ -81,7 +81,7 @@ def _mask(source: SourceImage, size: tuple[int, int]) -> Image.Image | None:
 
 
 def _opened(data: bytes, what: str) -> Image.Image:
-    """Decodes a file whose header declares a known format and few enough pixels."""
+    """Decode a file whose header declares a known format and few enough pixels."""
     declared = measure(data, what)
     try:
         with warnings.catch_warnings():

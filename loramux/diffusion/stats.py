@@ -9,7 +9,7 @@ from loramux.memory import reports
 
 
 def engine_stats(engine: ImageEngine) -> ImageStats:
-    """Returns all statistics but `resident_adapters`, which is reported as changes."""
+    """Return all statistics but `resident_adapters`, which is reported as changes."""
     memory = engine.memory
     tier, device = memory.tier, memory.tier.costs.device
     return ImageStats(

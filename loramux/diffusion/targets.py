@@ -11,12 +11,12 @@ Target = nn.Linear | nn.Conv2d
 
 
 def component_targets(net: nn.Module) -> dict[str, Target]:
-    """Returns the linear layers and plain convolutions of a component by path."""
+    """Return the linear layers and plain convolutions of a component by path."""
     return {path: module for path, module in net.named_modules() if _is_target(module)}
 
 
 def pipeline_targets(pipe: Any, components: tuple[str, ...]) -> Mapping[str, Mapping[str, Target]]:
-    """Returns the targets of the components that the pipeline has."""
+    """Return the targets of the components that the pipeline has."""
     nets = {name: getattr(pipe, name, None) for name in components}
     return {name: component_targets(net) for name, net in nets.items() if net is not None}
 

@@ -36,7 +36,7 @@ class UpdateSender:
             self._forms[request_id] = form
 
     def close(self, request_id: str) -> None:
-        """Drops what is not sent of an image."""
+        """Drop what is not sent of an image."""
         with self._lock:
             self._forms.pop(request_id, None)
 

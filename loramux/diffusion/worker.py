@@ -128,7 +128,7 @@ class ImageWorker(StepLoop[ImageEvent, ImageAdapterCard]):
             self._updates.open(request_id, draw.form)
 
     def _fit(self, draw: Draw) -> None:
-        """Decodes a source image on a thread, so that the step loop goes on."""
+        """Decode a source image on a thread, so that the step loop goes on."""
         request = draw.request
         try:
             fitted = fit_source(request)
@@ -140,7 +140,7 @@ class ImageWorker(StepLoop[ImageEvent, ImageAdapterCard]):
             self._inbox.put(Fitted(Draw(request=fitted, form=draw.form)))
 
     def _start_reading(self, command: Register | RegisterMany | Verify | Examine) -> None:
-        """Starts a command that reads files on a thread, which sends the answer."""
+        """Start a command that reads files on a thread, which sends the answer."""
         catalog = self._engine.memory.catalog
 
         def fill(answer: Answer[ImageAdapterCard]) -> None:
@@ -166,7 +166,7 @@ class ImageWorker(StepLoop[ImageEvent, ImageAdapterCard]):
         return found
 
     def _store(self, path: Path) -> Registration[ImageAdapterCard]:
-        """Writes one adapter to the disk before the next is read: many would fill the memory."""
+        """Write one adapter to the disk before the next is read: many would fill the memory."""
         found = self._register(path)
         self._engine.memory.write_disk(found)
         return Registration(adapter=found.card)
@@ -186,7 +186,7 @@ class ImageWorker(StepLoop[ImageEvent, ImageAdapterCard]):
 
 
 def serve(connection: socket.socket, pulse: Pulse) -> int:
-    """Serves the server at the other end of the socket; returns the exit status."""
+    """Serve the server at the other end of the socket; return the exit status."""
     return serve_engine(connection, pulse, Command, StartImages, open_loop)
 
 

@@ -54,7 +54,7 @@ class AdapterPool:
         self.pool_id = pool_id
 
     def add(self, folder: str | Path) -> str:
-        """Checks a PEFT folder and returns its CID."""
+        """Check a PEFT folder and return its CID."""
         return self._llm.register_adapter(folder)
 
     def remove(self, adapter_cid: str) -> None:
@@ -71,7 +71,7 @@ class AdapterPool:
         adapter_cid: str | None = None,
         adapters: Mapping[str, float] | None = None,
     ) -> PoolAnswer:
-        """Runs a request on an adapter, on the sum of several, or on the base if none is named.
+        """Run a request on an adapter, on the sum of several, or on the base if none is named.
 
         `request` is a prompt, or a mapping with one of input, prompt, prompt_token_ids and
         messages, and fields of SamplingParams. `adapters` maps CIDs to weights.

@@ -53,7 +53,7 @@ class AdapterTokenizers:
         self._lock = threading.Lock()
 
     def find(self, cards: Sequence[AdapterCard]) -> Tokenizer | AdapterTokenizer | None:
-        """Returns the tokenizer of a selection if nothing has to be read for it, else None.
+        """Return the tokenizer of a selection if nothing has to be read for it, else None.
 
         Raises AdapterRefused if the files were refused before.
         """
@@ -61,7 +61,7 @@ class AdapterTokenizers:
         return self._base if card is None else self._find(self._source(card))
 
     def read(self, cards: Sequence[AdapterCard]) -> Tokenizer | AdapterTokenizer:
-        """Returns the tokenizer of a selection; reads it before its first use.
+        """Return the tokenizer of a selection; read it before its first use.
 
         That of an adapter is used if it is alone, or if all adapters of a sum have the same files.
         Raises AdapterRefused.
@@ -74,7 +74,7 @@ class AdapterTokenizers:
         return self._read(source) if found is None else found
 
     def close(self) -> None:
-        """Ends the processes; they start again if they are needed."""
+        """End the processes; they start again if they are needed."""
         self._processes.close()
 
     def _read(self, source: Source) -> Tokenizer | AdapterTokenizer:
@@ -120,6 +120,6 @@ class AdapterTokenizers:
 
 
 def _deciding(cards: Sequence[AdapterCard]) -> AdapterCard | None:
-    """Returns an adapter whose tokenizer files answer the selection; None: those of the base."""
+    """Return an adapter whose tokenizer files answer the selection; None: those of the base."""
     digests = {card.tokenizer_digest for card in cards}
     return cards[0] if len(digests) == 1 and "" not in digests else None

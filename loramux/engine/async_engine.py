@@ -87,7 +87,7 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
         )
 
     async def add_adapter(self, path: str) -> AdapterCard:
-        """Registers an adapter whose tokenizer files fit the base, too; raises AdapterRefused."""
+        """Register an adapter whose tokenizer files fit the base, too; raise AdapterRefused."""
         was_known = set(self.adapters)
         card = await super().add_adapter(path)
         if self._tokenizers is None:
@@ -107,7 +107,7 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
             await asyncio.to_thread(self._tokenizers.close)
 
     async def submit(self, request: Request) -> AsyncIterator[Delta]:
-        """Yields the deltas of all choices; closing the iterator early aborts the request."""
+        """Yield the deltas of all choices; closing the iterator early aborts the request."""
         # It is kept from the tokenization of the prompt, so that this rarely waits.
         codec = await self.codec_for(request.selection)
         async with aclosing(self._answer(request, codec)) as deltas:

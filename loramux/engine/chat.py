@@ -11,7 +11,7 @@ from loramux.errors import InvalidRequest
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """Returns the template that a setting names: a file, or the text itself."""
+    """Return the template that a setting names: a file, or the text itself."""
     if given is None or "{{" in given or "{%" in given:
         return given
     try:
@@ -24,7 +24,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Joins text parts to one string, and parses the arguments of tool calls to objects."""
+    """Join text parts to one string, and parse the arguments of tool calls to objects."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise _refusal("messages must be a list of objects with a role and content.")
     if not messages:

@@ -25,5 +25,5 @@ class EngineCodec(TextCodec, Protocol):
         ...
 
     def eos_ids_with(self, base_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the end-of-sequence ids of the base, then those that only this one has."""
+        """Return the end-of-sequence ids of the base, then those that only this one has."""
         ...

@@ -42,7 +42,7 @@ class Detokenizer:
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token has made final."""
+        """Return the text that this token has made final."""
         if self._num_unstoppable > 0:
             self._num_unstoppable -= 1
             return "" if self._is_skipped(token_id) else self._stream.push(token_id)
@@ -51,7 +51,7 @@ class Detokenizer:
         return self._release(self._stream.push(token_id), is_last=False)
 
     def flush(self) -> str:
-        """Returns the text that was held back; call it after the last token."""
+        """Return the text that was held back; call it after the last token."""
         if self.stopped_by is not None:
             return ""
         return self._release(self._stream.flush(), is_last=True)
@@ -133,13 +133,13 @@ class _WindowStream:
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, int, str] | None:
-    """Returns (end, start, stop) of the stop string that ends first."""
+    """Return (end, start, stop) of the stop string that ends first."""
     found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found) if found else None
 
 
 def _start_of_partial_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Returns the start of the longest suffix that may become a stop string, or the length."""
+    """Return the start of the longest suffix that may become a stop string, or the length."""
     earliest = len(text)
     for stop in stops:
         start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -70,7 +70,7 @@ class FullCollections:
             self._collector.unfreeze()
 
     def after_step(self) -> None:
-        """Collects if memory has doubled, so that a server that is never idle stays bounded."""
+        """Collect if memory has doubled, so that a server that is never idle stays bounded."""
         self._num_steps += 1
         if self._num_steps % _STEPS_BETWEEN_COUNTS:
             return
@@ -78,7 +78,7 @@ class FullCollections:
             self._collect()
 
     def while_idle(self) -> None:
-        """Collects if Python itself would have started a full collection by now."""
+        """Collect if Python itself would have started a full collection by now."""
         if self._collector.get_count()[2] >= _MIDDLE_COLLECTIONS:
             self._collect()
 

@@ -83,7 +83,7 @@ class LLM:
         lora_request: Loras | Sequence[Loras] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Runs the prompts in one batch, and returns their outputs in order.
+        """Run the prompts in one batch, and return their outputs in order.
 
         One sampling_params or lora_request applies to all prompts; a list has one entry for each
         prompt, where None means the base. A mapping of adapters to weights adds their weighted
@@ -109,7 +109,7 @@ class LLM:
         dimensions: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """Computes the embeddings of the prompts in one batch, and returns them in order.
+        """Compute the embeddings of the prompts in one batch, and return them in order.
 
         `pooling`: last or mean; None: that of the model. `dimensions` shortens the embeddings of a
         Matryoshka model.
@@ -150,11 +150,11 @@ class LLM:
         return [collector.output for collector in collectors]
 
     def register_adapter(self, folder: str | Path) -> str:
-        """Checks a PEFT folder and returns its CID; raises AdapterRefused."""
+        """Check a PEFT folder and return its CID; raise AdapterRefused."""
         return self.engine.register_adapter(Path(folder)).cid
 
     def tokenizer_for(self, adapters: Sequence[tuple[str, float]]) -> EngineCodec:
-        """Returns the tokenizer of registered adapters, (CID, weight) each.
+        """Return the tokenizer of registered adapters, (CID, weight) each.
 
         It is the adapter's own if it has tokenizer files, and the base's otherwise.
         """
@@ -168,7 +168,7 @@ class LLM:
         *,
         adapters: Sequence[tuple[str, float]] = (),
     ) -> RequestOutput:
-        """Runs one prompt on the sum of registered adapters, (CID, weight) each, or on the base."""
+        """Run one prompt on the sum of registered adapters, (CID, weight) each, or on the base."""
         collector = self._collector(prompt, sampling_params, adapters)
         self._run([collector], show_progress=False)
         return collector.output
@@ -181,7 +181,7 @@ class LLM:
         lora_request: Loras | Sequence[Loras] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Runs generate on one conversation or a list of conversations."""
+        """Run generate on one conversation or a list of conversations."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(list[list[Message]], [messages] if is_one else messages)
         adapters = _for_each(lora_request, len(conversations), "lora_request")
@@ -214,7 +214,7 @@ class LLM:
         return collector
 
     def _register(self, loras: Loras) -> list[tuple[str, float]]:
-        """Registers the adapters of a request, and returns (CID, weight) of each."""
+        """Register the adapters of a request, and return (CID, weight) of each."""
         weights = {loras: 1.0} if isinstance(loras, LoRARequest) else loras or {}
         return [(self.register_adapter(lora.lora_path), weight) for lora, weight in weights.items()]
 
@@ -239,7 +239,7 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _step(self, open_requests: dict[str, OutputCollector]) -> int:
-        """Runs one engine step, and returns the number of requests that it completed."""
+        """Run one engine step, and return the number of requests that it completed."""
         num_done = 0
         for event in self.engine.step():
             collector = open_requests[event.request_id]

@@ -36,7 +36,7 @@ class OutputCollector:
         )
 
     def apply(self, event: TokenEvent) -> Delta | None:
-        """Returns the new delta; None if there is no new text or the choice has already ended."""
+        """Return the new delta; None if there is no new text or the choice has already ended."""
         logprobs = self.output.prompt_logprobs
         if logprobs is not None and not logprobs and event.prompt_logprobs:
             # Every choice carries the whole list.
@@ -90,7 +90,7 @@ class _Choice:
         return self._delta(text, event, stop_hit=stop_hit)
 
     def _read(self, event: TokenEvent) -> str:
-        """Returns the event's new text; a stop token has none unless the parameters include it."""
+        """Return the event's new text; a stop token has none unless the parameters include it."""
         text = ""
         if event.token_id is not None:
             self.output.token_ids.append(event.token_id)
@@ -153,7 +153,7 @@ class RequestStream:
         return self._collector.is_finished and not self._pending
 
     def put(self, event: TokenEvent) -> Delta | None:
-        """Returns the new delta; the caller checks it for a stop string."""
+        """Return the new delta; the caller checks it for a stop string."""
         delta = self._collector.apply(event)
         if delta is not None:
             waiting = self._pending.get(delta.index)
@@ -166,7 +166,7 @@ class RequestStream:
         self._has_news.set()
 
     async def take(self) -> list[Delta]:
-        """Waits for deltas; raises the request's error once all deltas before it were taken."""
+        """Wait for deltas; raise the request's error once all deltas before it were taken."""
         await self._has_news.wait()
         self._has_news.clear()
         deltas, self._pending = list(self._pending.values()), {}

@@ -30,7 +30,7 @@ class RequestTracker:
         return len(self._open)
 
     def arrive(self, request: Request, *, now: float, queue_depth: int) -> None:
-        """Records the tier of the request's adapters; call it before they are loaded."""
+        """Record the tier of the request's adapters; call it before they are loaded."""
         cids = request.cids
         tier = self._residency.tier_found(cids)
         self._open[request.request_id] = _Arrival(now, cids, tier, queue_depth)
@@ -39,7 +39,7 @@ class RequestTracker:
         self._open.pop(request_id, None)
 
     def attach_facts(self, events: Iterable[TokenEvent], plan: StepPlan | None) -> list[TokenEvent]:
-        """Returns the events of a step; the first event of each request has its facts."""
+        """Return the events of a step; the first event of each request has its facts."""
         return [self._with_facts(event, plan) for event in events]
 
     def _with_facts(self, event: TokenEvent, plan: StepPlan | None) -> TokenEvent:

@@ -66,7 +66,7 @@ class Tokenizer:
         return self._special_ids
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns the ids of all tokens, added ones included."""
+        """Return the ids of all tokens, added ones included."""
         return dict(self._inner.get_vocab(with_added_tokens=True))
 
     def token_id(self, token: str) -> int | None:
@@ -74,18 +74,18 @@ class Tokenizer:
         return found
 
     def eos_ids_with(self, base_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the end-of-sequence ids of the base: it has no others."""
+        """Return the end-of-sequence ids of the base: it has no others."""
         return tuple(dict.fromkeys(base_ids))
 
     def shares_vocabulary(self, other: object) -> bool:
-        """Returns whether the other tokenizer gives the same ids to every text."""
+        """Return whether the other tokenizer gives the same ids to every text."""
         return self is other
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._encode(text, len(text), add_special_tokens)
 
     def encode_pair(self, first: str, second: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes two texts as one input, as the tokenizer joins them."""
+        """Encode two texts as one input, as the tokenizer joins them."""
         return self._encode((first, second), len(first) + len(second), add_special_tokens)
 
     def _encode(
@@ -137,7 +137,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns the messages and the other arguments of a template; raises InvalidRequest."""
+        """Return the messages and the other arguments of a template; raise InvalidRequest."""
         if not has_template:
             raise InvalidRequest(
                 "This model has no chat template, so it cannot take messages: use the completions "
@@ -154,7 +154,7 @@ class Tokenizer:
         return conversation, arguments
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to the text, possibly a part of a character.
+        """Return the bytes that a token adds to the text, possibly a part of a character.
 
         The result is empty for an unknown id.
         """
@@ -162,12 +162,12 @@ class Tokenizer:
         return b"" if token is None else self.bytes_of(token)
 
     def token_text(self, token_id: int) -> str | None:
-        """Returns the token as the vocabulary writes it, or None for an unknown id."""
+        """Return the token as the vocabulary writes it, or None for an unknown id."""
         token: str | None = self._inner.id_to_token(token_id)
         return token
 
     def bytes_of(self, token: str) -> bytes:
-        """Returns the bytes of a token of this vocabulary or of one that extends it."""
+        """Return the bytes of a token of this vocabulary or of one that extends it."""
         if self._byte_of:
             # Added tokens are plain text and may contain characters outside the alphabet.
             if all(character in self._byte_of for character in token):
@@ -178,23 +178,23 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def join(self, tokens: Sequence[str]) -> str:
-        """Returns the text of tokens as decode() does, also of tokens that extend this one's."""
+        """Return the text of tokens as decode() does, also of tokens that extend this one's."""
         decoder = self._inner.decoder
         return " ".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
 
     def added_token_id(self, text: str) -> int | None:
-        """Returns the id of the added token with this text, special or not; None: there is none."""
+        """Return the id of the added token with this text, special or not; None: there is none."""
         return self._added_ids.get(text)
 
     def to_json(self) -> str:
-        """Returns the content of tokenizer.json."""
+        """Return the content of tokenizer.json."""
         return str(self._inner.to_str())
 
     def token_to_str(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Returns the special tokens and the chat template for clients that tokenize."""
+        """Return the special tokens and the chat template for clients that tokenize."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         tokens = {name: getattr(self._outer, name) for name in names}
         return {**tokens, "chat_template": self.chat_template}
@@ -222,7 +222,7 @@ class Tokenizer:
         *,
         choose: Callable[[], str] | None = None,
     ) -> str:
-        """Renders the chat template, or the one that `choose` returns, which may fail in any way.
+        """Render the chat template, or the one that `choose` returns, which may fail in any way.
 
         Raises InvalidRequest.
         """
@@ -273,7 +273,7 @@ def _load(folder: Path) -> Any:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """Returns the plain fast class where there is a tokenizer.json, which needs no other files.
+    """Return the plain fast class where there is a tokenizer.json, which needs no other files.
 
     AutoTokenizer imports torch: 7.7 s and 392 MB instead of 2.2 s and 118 MB.
     """
@@ -294,7 +294,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Maps the characters of byte-level vocabularies to bytes.
+    """Map the characters of byte-level vocabularies to bytes.
 
     Printable Latin-1 stands for itself, and the other bytes are U+0100 and up.
     """

@@ -29,7 +29,7 @@ SECURITY_HEADERS = (
 
 
 def default_hosts(address: str) -> tuple[str, ...]:
-    """Returns the hosts that may be named on an address: on a loopback address only local ones."""
+    """Return the hosts that may be named on an address: on a loopback address only local ones."""
     if not is_loopback(address):
         return (ANY,)
     return tuple(dict.fromkeys(("localhost", "*.localhost", "127.0.0.1", "::1", address)))
@@ -113,7 +113,7 @@ async def _forbid(message: str, send: Send) -> None:
 
 
 def host_of(header: str) -> str:
-    """Returns the host of a Host header without port and brackets, in lower case."""
+    """Return the host of a Host header without port and brackets, in lower case."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     if header.count(":") > 1:

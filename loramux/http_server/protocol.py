@@ -82,7 +82,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(answer(431, f"A header has over {self._limits.max_header_size} bytes."))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection of a client that waits for its answer and has sent all it will.
+        """Keep the connection of a client that waits for its answer and has sent all it will.
 
         One that is gone has sent the same; it resets the connection when it is written to. An
         answer that has begun ends at once, as nothing may be written between its parts.
@@ -99,7 +99,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _look(self) -> None:
-        """Ends the connection if the client has reset it, which no reading would tell."""
+        """End the connection if the client has reset it, which no reading would tell."""
         if self.transport.is_closing():
             return
         connection = self.transport.get_extra_info("socket")
@@ -111,11 +111,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.loop.call_later(LOOK_S, self._look)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for bytes that are no valid request."""
+        """Refuse bytes that are no valid request; uvicorn calls it."""
         self._refuse(self._refusal or answer(400, "The bytes are no valid HTTP request."))
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server ends: clients that still send are not waited for."""
+        """Close the connection when uvicorn ends the server: clients that still send are not waited
+        for.
+        """
         if self._is_answered:
             self._lingering.close_now()
         else:
@@ -171,7 +173,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # Limits
 
     def check(self, now: float) -> None:
-        """Ends the connection if its client is too slow."""
+        """End the connection if its client is too slow."""
         elapsed_s, self._checked_at = now - self._checked_at, now
         if self._is_unread(now) or (
             self._lingering.is_lingering and now - self._since > MAX_UNREAD_S
@@ -255,14 +257,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def _fail(self, last: bytes) -> None:
-        """Ends the connection with an answer, unless another one has begun."""
+        """End the connection with an answer, unless another one has begun."""
         if self._may_answer:
             self._end(last)
         else:
             self.transport.abort()
 
     def _end(self, last: bytes) -> None:
-        """Sends an answer that ends the connection."""
+        """Send an answer that ends the connection."""
         if not self.transport.is_closing():
             self.transport.write(last)
             self._lingering.close_now()
@@ -294,7 +296,7 @@ def target_fault(target: bytes, headers: Headers, version: str) -> str | None:
 
 
 def answer(status: int, message: str, **headers: str) -> bytes:
-    """An error in the own API's shape, for requests that reach no route."""
+    """Return an error in the own API's shape, for requests that reach no route."""
     body = encode_error(status, message)
     lines = [
         b"content-type: application/json",

@@ -104,7 +104,7 @@ async def when_started(server: uvicorn.Server, announce: Callable[[], None]) -> 
 
 
 def allow_many_connections() -> None:
-    """Raises the soft limit of open files: every stream is one, and the usual limit is 1024."""
+    """Raise the soft limit of open files: every stream is one, and the usual limit is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -19,7 +19,7 @@ class Connection(Protocol):
     """What the table needs of a connection."""
 
     def check(self, now: float) -> None:
-        """Ends the connection if its client is too slow."""
+        """End the connection if its client is too slow."""
         ...
 
     def close_idle(self) -> None: ...
@@ -57,7 +57,7 @@ class Connections:
         return self._num_open
 
     def admit(self, address: str) -> Place | None:
-        """Counts a new connection; None: there may be no more of them."""
+        """Count a new connection; None: there may be no more of them."""
         limit = self.config.max_connections_per_address
         if limit is not None and self._by_address[address] >= limit:
             return None
@@ -74,7 +74,7 @@ class Connections:
             del self._by_address[address]
 
     def close_idle(self, num: int = CLOSED_FOR_DESCRIPTORS) -> bool:
-        """Closes the connections that have been idle longest; returns whether there was one."""
+        """Close the connections that have been idle longest; return whether there was one."""
         found = list(self._idle)[:num]
         for connection in found:
             del self._idle[connection]
@@ -95,7 +95,7 @@ class Connections:
             self._idle[connection] = None
 
     def start(self) -> None:
-        """Checks all connections again and again; needs a running event loop."""
+        """Check all connections again and again; needs a running event loop."""
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def close(self) -> None:

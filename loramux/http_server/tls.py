@@ -18,7 +18,7 @@ class Certificates:
     """Files of a certificate and its key; open connections keep those that they began with."""
 
     def __init__(self, config: ConnectionConfig) -> None:
-        """Raises InvalidRequest if the files cannot be used."""
+        """Raise InvalidRequest if the files cannot be used."""
         self._config = config
         self._stamp = self._read_stamp()
         try:
@@ -30,7 +30,7 @@ class Certificates:
             ) from error
 
     def context(self) -> ssl.SSLContext:
-        """Returns the context of the present files, or the last one that could be made."""
+        """Return the context of the present files, or the last one that could be made."""
         stamp = self._read_stamp()
         if stamp != self._stamp:
             self._stamp = stamp

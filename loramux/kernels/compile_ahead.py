@@ -142,7 +142,7 @@ def _alone() -> Iterator[None]:
 
 
 def _record() -> Path:
-    """The file that lists the cache of these sources, by these compilers, for this CPU."""
+    """Return the file that lists the cache of these sources, by these compilers, for this CPU."""
     return _record_folder() / f"kernels-{_key()}.json"
 
 

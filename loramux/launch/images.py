@@ -36,7 +36,7 @@ async def running_images(
     sources: SourceConfig,
     progress: OnProgress,
 ) -> AsyncIterator[ImageModel]:
-    """The image model of the settings with its adapters; raises LoramuxError."""
+    """Yield the image model of the settings with its adapters; raises LoramuxError."""
     engine = AsyncImageEngine(engine_options(config), on_progress=progress)
     await engine.start()
     try:
@@ -79,7 +79,7 @@ async def name_adapters(
     sources: SourceConfig,
     progress: OnProgress,
 ) -> ImageNames:
-    """Reads and checks the adapters of --image-lora; raises AdapterRefused."""
+    """Read and check the adapters of --image-lora; raise AdapterRefused."""
     names = ImageNames(engine, image_base_names(config) or (engine.card.name,), registry)
     kept = KeptAdapters(sources, cache_folder() / "adapters")
     loras = [parse_image_lora(text) for text in config.images.image_lora]
@@ -99,7 +99,7 @@ async def name_adapters(
 async def _add(
     engine: ImageBackend, names: ImageNames, kept: KeptAdapters, source: str
 ) -> ImageAdapterCard:
-    """Adds an adapter of a file, a folder, a remote source, or a name of the registry."""
+    """Add an adapter of a file, a folder, a remote source, or a name of the registry."""
     if is_remote(source):
         return await engine.add_adapter(str(await FETCHES.run(kept.folder, source)))
     if names.registry is None or await FOLDER_READS.run(Path(source).exists):
@@ -117,7 +117,7 @@ async def _add(
 
 
 def image_base_names(config: ServeConfig) -> tuple[str, ...]:
-    """The names of the image model in the settings; empty: its own name."""
+    """Return the names of the image model in the settings; empty: its own name."""
     given = config.images.served_image_model_name
     own = (DEMO_NAME,) if config.images.is_demo else ()
     return given or (() if config.serves_text else config.served_model_name) or own

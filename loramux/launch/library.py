@@ -54,7 +54,7 @@ def open_registry(places: DataPaths) -> Iterator[Registry]:
 
 @contextmanager
 def open_library(places: DataPaths, options: LibraryOptions) -> Iterator[AdapterLibrary]:
-    """The adapter library of a data folder; its registry is closed with the context."""
+    """Yield the adapter library of a data folder; its registry is closed with the context."""
     opened = Registry(
         places.registry,
         home_tenant=options.home_tenant,
@@ -73,7 +73,7 @@ def open_library(places: DataPaths, options: LibraryOptions) -> Iterator[Adapter
 
 
 def _user() -> Actor:
-    """The user of this process, as the actor of its changes; requests have their own."""
+    """Return the user of this process, as the actor of its changes; requests have their own."""
     try:
         name = getpass.getuser()
     # A container's user may have no name.
@@ -83,7 +83,7 @@ def _user() -> Actor:
 
 
 def open_bucket(places: DataPaths) -> ObjectTier:
-    """The remote store as a bucket of its own, for garbage collection."""
+    """Return the remote store as a bucket of its own, for garbage collection."""
     if places.remote_store is None:
         raise InvalidRequest("Name the bucket with --remote-store or LORAMUX_REMOTE_STORE.")
     refuse_credentials(places.remote_store)

@@ -142,7 +142,7 @@ def _run(
 def with_fetched_adapters(
     config: ServeConfig, sources: SourceConfig, progress: OnProgress
 ) -> ServeConfig:
-    """Returns the config with a local folder for every remote adapter of --lora-modules."""
+    """Return the config with a local folder for every remote adapter of --lora-modules."""
     kept = KeptAdapters(sources, cache_folder() / "adapters")
 
     def fetched(module: LoraModule) -> LoraModule:
@@ -282,7 +282,7 @@ def _draining_server(
 async def _watched_folder(
     config: ServeConfig, engine: AsyncEngine, names: AdapterNames
 ) -> AsyncIterator[AdapterFolder | None]:
-    """The adapters of --lora-dir, read once and then watched."""
+    """Yield the adapters of --lora-dir, read once and then watched."""
     if config.lora_dir is None:
         yield None
         return
@@ -298,7 +298,7 @@ async def _watched_folder(
 
 
 def _combination_cache(config: ServeConfig) -> CombinationCache:
-    """Returns the folder of combined adapters; it may be as large as the disk tier."""
+    """Return the folder of combined adapters; it may be as large as the disk tier."""
     budget_bytes = max(config.engine.disk_space_bytes, MIN_COMBINATION_BYTES)
     return CombinationCache(cache_folder() / "combinations", budget_bytes)
 
@@ -353,7 +353,7 @@ def make_authenticator(
 
 
 def _tokens(access: AccessConfig) -> TokenVerifier | None:
-    """Checks tokens of --jwt-issuer; None: there is none."""
+    """Check tokens of --jwt-issuer; None: there is none."""
     if access.jwt_issuer is None or access.jwt_audience is None:
         return None
     try:
@@ -378,7 +378,7 @@ def _tokens(access: AccessConfig) -> TokenVerifier | None:
 
 
 def _api_keys(config: ServeConfig, environment: Mapping[str, str]) -> Sequence[str]:
-    """The keys of --api-key, or else of the environment.
+    """Return the keys of --api-key, or else of the environment.
 
     There it may also be the key that commands of this machine send to other servers: keys of a
     registry are valid as that registry says, and give no other rights.
@@ -458,7 +458,7 @@ def opened_registry(
     *,
     sources: SourceConfig | None = None,
 ) -> Iterator[tuple[RegistryAdapters | None, ReceiptIssuer]]:
-    """The registry, if there is one, and the issuer of receipts; closed with the context."""
+    """Yield the registry, if there is one, and the issuer of receipts; closed with the context."""
     places = registry_paths(config, environment)
     is_on = config.receipts != "off"
     key = None if config.receipt_key is None else read_private_key(Path(config.receipt_key))
@@ -520,7 +520,7 @@ async def _name_adapters(
     registry: RegistryAdapters | None,
     progress: OnProgress,
 ) -> AdapterNames:
-    """Checks --lora-modules as --check-adapters says, and gives them their names."""
+    """Check --lora-modules as --check-adapters says, and gives them their names."""
     names = AdapterNames(engine, registry)
     modules = config.lora_modules
     if modules:
@@ -543,7 +543,7 @@ async def _name_adapters(
 async def _check(
     engine: AsyncEngine, limit: asyncio.Semaphore, path: str
 ) -> AdapterCard | LoramuxError:
-    """Reads and checks an adapter; returns the error that refuses it."""
+    """Read and check an adapter; return the error that refuses it."""
     async with limit:
         try:
             return await engine.add_adapter(path)

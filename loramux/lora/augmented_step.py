@@ -50,11 +50,13 @@ class AugmentedWork:
         self.cache.warm_up()
 
     def over(self, work: SegmentedWork) -> AugmentedWork:
-        """Returns the same cache over the tables, and the sites, of another kind of step."""
+        """Return the same cache over the tables, and the sites, of another kind of step."""
         return AugmentedWork(work, self.cache, self.launch_of)
 
     def narrow_blocks(self, num_rows: int) -> int | None:
-        """The smaller number of rank blocks that a step may compute; None: there is no choice."""
+        """Return the smaller number of rank blocks that a step may compute; None: there is no
+        choice.
+        """
         launch = self._launch(num_rows)
         narrow = launch.narrow_blocks
         return narrow if narrow is not None and narrow < launch.max_blocks else None
@@ -66,7 +68,7 @@ class AugmentedWork:
         num_rows: int,
         out: Ints,
     ) -> int | None:
-        """Writes the work list of a graph of num_rows rows; None: not all adapters are augmented.
+        """Write the work list of a graph of num_rows rows; None: not all adapters are augmented.
 
         Returns the number of rank blocks that the step's GEMMs must compute. Selection i applies to
         the next lengths[i] rows; the remaining rows are padding.
@@ -98,19 +100,21 @@ class AugmentedWork:
         return max_blocks if cache.is_within(slots, max_blocks) else None
 
     def step(self, num_rows: int, num_blocks: int | None = None) -> AugmentedStep:
-        """Returns what the layers of a graph call; num_blocks: fewer than the launch's."""
+        """Return what the layers of a graph call; num_blocks: fewer than the launch's."""
         launch = self._launch(num_rows)
         if num_blocks is not None:
             launch = replace(launch, max_blocks=num_blocks)
         return AugmentedStep(self._work, self._tables(launch), launch)
 
     def _launch(self, num_rows: int) -> AugmentedLaunch:
-        """The launch for num_rows rows, with no more rank blocks than the weights have."""
+        """Return the launch for num_rows rows, with no more rank blocks than the weights have."""
         launch = self.launch_of(num_rows)
         return replace(launch, max_blocks=min(launch.max_blocks, self.cache.num_blocks))
 
     def _tables(self, launch: AugmentedLaunch) -> LoraTables:
-        """The tables with the launch's tile size; with tiles, a single row is a tile as well."""
+        """Return the tables with the launch's tile size; with tiles, a single row is a tile as
+        well.
+        """
         tables = self._work.tables
         if launch.tile_rows > 1:
             limits = replace(tables.limits, few_rows=0, tile_rows=launch.tile_rows)
@@ -121,7 +125,7 @@ class AugmentedWork:
 def augmented_work(
     work: SegmentedWork, appended: Sequence[Sequence[Tensor]] | None, kernels: AugmentedLoraOps
 ) -> AugmentedWork | None:
-    """Returns None where the base weights have no appended rows.
+    """Return None where the base weights have no appended rows.
 
     appended [layers][sites] of [blocks, slices, 16, in]
     """
@@ -150,7 +154,9 @@ class AugmentedStep:
         return AugmentedSite(self._tables, self._work.pool, self.launch, layer, site)
 
     def num_appended_rows(self, site: int) -> int:
-        """Appended rows of a site's weight that the step's GEMM computes beside the outputs."""
+        """Return the appended rows of a site's weight that the step's GEMM computes beside the
+        outputs.
+        """
         num_slices = len(self._tables.sites[site].shape.out_features)
         return self.launch.max_blocks * num_slices * RANK_BLOCK
 

@@ -47,7 +47,7 @@ class LoraBatch:
         return not selection, tuple((*self._slots[cid], weight) for cid, weight in selection)
 
     def set_rows(self, runs: Sequence[RowRun], kernels: LoraKernels) -> None:
-        """Sets the rows of every site."""
+        """Set the rows of every site."""
         self._runs = runs
         for stack, rows in self._cut(runs, kernels):
             for site, weights in stack.weights.items():
@@ -94,7 +94,7 @@ class LoraBatch:
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:
-    """Appends a segment, or extends the last one if it is adjacent and has the same adapter."""
+    """Append a segment, or extend the last one if it is adjacent and has the same adapter."""
     last = segments[-1] if segments else None
     if last is not None and (last.slot, last.stop, last.weight) == (
         new.slot,

@@ -58,7 +58,7 @@ class MergeController:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
-        """Runs the forward inside the context; after an exception no step is merged."""
+        """Run the forward inside the context; after an exception no step is merged."""
         self.before_step(plan)
         start_s = self._clock()
         try:
@@ -92,12 +92,12 @@ class MergeController:
         self._follow_policy()
 
     def forget(self, cid: str) -> None:
-        """Drops merged weights that contain the adapter."""
+        """Drop merged weights that contain the adapter."""
         if self._weights is not None and any(cid == used for used, _ in self._weights.selection):
             self._drop()
 
     def check_integrity(self) -> None:
-        """Checks the invariants; call it between steps."""
+        """Check the invariants; call it between steps."""
         assert self._context.merged is None, "merged weights outside a step"
         assert self.num_bytes <= self._byte_limit, f"{self.num_bytes} > {self._byte_limit}"
         if self._weights is None:
@@ -140,6 +140,6 @@ class MergeController:
 
 
 def common_selection(plan: StepPlan) -> Selection | None:
-    """The selection of all rows of the step; None: they differ."""
+    """Return the selection of all rows of the step; None: they differ."""
     selections = {chunk.selection for chunk in plan.chunks}
     return selections.pop() if len(selections) == 1 else None

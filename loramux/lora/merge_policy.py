@@ -134,14 +134,14 @@ class MergePolicy:
         self._decide[self.state](sample)
 
     def built(self, *, num_bytes: int, seconds: float) -> None:
-        """Reports that the merged weights are complete, and the time that building took."""
+        """Report that the merged weights are complete, and the time that building took."""
         self._move(MergeState.MERGED)
         if seconds > 0:
             self._bytes_per_s = num_bytes / seconds
         self._times.start_comparing()
 
     def lost(self) -> None:
-        """Reports that an adapter of the selection was evicted: the merge is dropped."""
+        """Report that an adapter of the selection was evicted: the merge is dropped."""
         assert self.state in (MergeState.BUILDING, MergeState.MERGED)
         self._follow(None)
         self._move(MergeState.WATCHING)
@@ -260,7 +260,7 @@ class _StepTimes:
         self._savings.clear()
 
     def compare(self, probe: StepSample) -> None:
-        """Compares an unmerged step with the merged steps just before it (same machine load)."""
+        """Compare an unmerged step with the merged steps just before it (same machine load)."""
         oldest = self.now - 2 * self._rules.probe_every
         near = [s for step, s in self.fast.get(probe.shape, ()) if step > oldest]
         if near and probe.seconds > 0:

@@ -16,15 +16,15 @@ class AdapterPrefixes(Protocol):
     """The part of the prefix cache that the residency of adapters calls."""
 
     def adapter_moved(self, cid: str) -> None:
-        """Updates the cache after an adapter came to the device or left it."""
+        """Update the cache after an adapter came to the device or left it."""
         ...
 
     def cost_of_eviction(self, cid: str) -> float:
-        """Returns the seconds per request that prefixes lose when the adapter is evicted."""
+        """Return the seconds per request that prefixes lose when the adapter is evicted."""
         ...
 
     def drop(self, cid: str) -> None:
-        """Removes the prefixes of an adapter that was unregistered."""
+        """Remove the prefixes of an adapter that was unregistered."""
         ...
 
 
@@ -41,7 +41,7 @@ class ResidencyLimits:
         )
 
     def check(self, records: Sequence[AdapterRecord]) -> None:
-        """Raises DoesNotFit for a selection that could never be on the device at once."""
+        """Raise DoesNotFit for a selection that could never be on the device at once."""
         wanted = {record.cid: record.num_pages for record in records}
         if not self.allow(sum(wanted.values()), len(wanted)):
             raise DoesNotFit(
@@ -67,7 +67,7 @@ class AdapterEviction:
         self.num_protected_pages = 0
 
     def update(self, record: AdapterRecord, holder: PageHolder, *, is_idle: bool) -> None:
-        """Adds the adapter to the candidates if it is on the device and idle, else removes it."""
+        """Add the adapter to the candidates if it is on the device and idle, else removes it."""
         is_candidate = is_idle and not record.is_pinned
         is_protected = is_candidate and record.num_waiters > 0
         self._mark(record, is_candidate=is_candidate, is_protected=is_protected)
@@ -94,7 +94,7 @@ class AdapterEviction:
     def victims_for_limits(
         self, new: AdapterRecord, held: Collection[AdapterRecord]
     ) -> list[AdapterRecord] | None:
-        """Returns the adapters to evict so that `new` is within the limits; None if impossible.
+        """Return the adapters to evict so that `new` is within the limits; None if impossible.
 
         `held` are the adapters that own pages.
         """
@@ -131,7 +131,7 @@ class AdapterEviction:
 
 
 def yields_to(idle: AdapterRecord, new: AdapterRecord) -> bool:
-    """Returns whether `idle` has no waiters, or its first one arrived after the one of `new`."""
+    """Return whether `idle` has no waiters, or its first one arrived after the one of `new`."""
     return not idle.is_protected or (new.num_waiters > 0 and idle.wait_tick > new.wait_tick)
 
 

@@ -39,7 +39,7 @@ class CostModel:
             self.token_s += _SMOOTHING * (seconds / num_tokens - self.token_s)
 
     def record_use(self, found: AdapterState) -> None:
-        """Counts a hit in the tier that has the adapter and a miss in each faster one."""
+        """Count a hit in the tier that has the adapter and a miss in each faster one."""
         is_miss = found is not AdapterState.DEVICE
         self._device_miss_rate += MISS_RATE_WEIGHT * (is_miss - self._device_miss_rate)
         for state, counters in (
@@ -54,7 +54,7 @@ class CostModel:
             counters.misses += 1
 
     def load_seconds(self) -> tuple[float, ...]:
-        """Returns the seconds from each Tier to the device for the mean size of the loads so far.
+        """Return the seconds from each Tier to the device for the mean size of the loads so far.
 
         A load in flight is expected to have half of a copy left.
         """
@@ -66,20 +66,20 @@ class CostModel:
         return (source_s, source_s, min(disk_s, source_s), copy_s, copy_s / 2, 0.0)
 
     def record_read(self, found: AdapterState, num_bytes: int, seconds: float) -> None:
-        """Counts a load into host memory, from disk or source."""
+        """Count a load into host memory, from disk or source."""
         self.host.loaded(num_bytes, seconds)
         origin = self.disk if found is AdapterState.DISK else self.source
         origin.loaded(num_bytes, seconds)
 
     def reload_s(self, cid: str, num_bytes: int) -> float:
-        """Returns the seconds that a request waits if the adapter leaves the device."""
+        """Return the seconds that a request waits if the adapter leaves the device."""
         load_s = self.device.seconds_for(num_bytes, *_COPY_GUESS)
         if cid not in self._placement.host:
             load_s += self._read_s(cid, num_bytes)
         return miss_cost_s(load_s, step_s=self.step_s)
 
     def host_miss_s(self, cid: str, num_bytes: int) -> float:
-        """Returns the expected seconds that a request waits if the image leaves host memory."""
+        """Return the expected seconds that a request waits if the image leaves host memory."""
         return miss_cost_s(
             self._read_s(cid, num_bytes),
             is_held_above=cid in self._placement.device,
@@ -87,14 +87,14 @@ class CostModel:
         )
 
     def disk_miss_s(self, cid: str, num_bytes: int) -> float:
-        """Returns the expected seconds that a request waits if the image leaves the disk tier."""
+        """Return the expected seconds that a request waits if the image leaves the disk tier."""
         latency_s, bytes_per_s = _SOURCE_GUESS
         return miss_cost_s(
             latency_s + num_bytes / bytes_per_s, is_held_above=cid in self._placement.host
         )
 
     def recompute_s(self, num_tokens: float) -> float:
-        """Returns the seconds to compute the KV cache of so many tokens again."""
+        """Return the seconds to compute the KV cache of so many tokens again."""
         return num_tokens * self.token_s
 
     def _read_s(self, cid: str, num_bytes: int) -> float:

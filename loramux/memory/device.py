@@ -29,7 +29,7 @@ _STEADY_REPEATS = 4
 
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros; on a CPU they are mapped on first write, in huge pages where possible."""
+    """Return zeros; on a CPU they are mapped on first write, in huge pages where possible."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mapped_memory(math.prod(shape) * dtype.itemsize)
@@ -37,7 +37,7 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
 
 
 def host_buffer(device: torch.device) -> Callable[[int, torch.dtype], Tensor]:
-    """Returns an allocator of buffers to be copied to the device: pinned if it is a GPU."""
+    """Return an allocator of buffers to be copied to the device: pinned if it is a GPU."""
     is_pinned = device.type == "cuda"
 
     def allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -51,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Returns the free and the total bytes."""
+    """Return the free and the total bytes."""
     if device.type != "cuda":
         return available_memory_bytes(), total_memory_bytes()
     return torch.cuda.mem_get_info(device)
@@ -62,20 +62,20 @@ def device_name(device: torch.device) -> str:
 
 
 def release_cached(device: torch.device) -> None:
-    """Returns the memory that torch caches to the device, after all work has finished."""
+    """Return the memory that torch caches to the device, after all work has finished."""
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until the device has finished all launched work."""
+    """Wait until the device has finished all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def load_library(name: str, device: torch.device) -> ctypes.CDLL | None:
-    """Loads a CUDA library in the version that torch uses; returns None if there is none."""
+    """Load a CUDA library in the version that torch uses; return None if there is none."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:
@@ -85,12 +85,12 @@ def load_library(name: str, device: torch.device) -> ctypes.CDLL | None:
 
 
 def stream_address(device: torch.device) -> int:
-    """Returns the handle of the calling thread's current stream, for C libraries."""
+    """Return the handle of the calling thread's current stream, for C libraries."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
 def is_capturing() -> bool:
-    """Returns whether launches are being captured into a CUDA graph."""
+    """Return whether launches are being captured into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -142,7 +142,7 @@ class Fence:
         self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Waits until the device has passed the event."""
+        """Wait until the device has passed the event."""
         self.event.synchronize()
 
 
@@ -154,7 +154,7 @@ class StreamCopier:
         self._threads = threading.local()
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Fence | None) -> None:
-        """Copies the second of each pair to the first, after `after`; waits for the end."""
+        """Copy the second of each pair to the first, after `after`; wait for the end."""
         stream = self._stream()
         # A blocking event does not spin: loads must not take cores from the step loop.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -71,7 +71,7 @@ class DiskTier:
     def read(
         self, cid: str, allocate: Allocate = mapped_buffer, on_slice: OnSlice | None = None
     ) -> AdapterImage | None:
-        """Returns None if the image is not there; removes a file that is corrupt."""
+        """Return None if the image is not there; remove a file that is corrupt."""
         if cid not in self._sizes:
             return None
         path = self._path(cid)
@@ -88,11 +88,11 @@ class DiskTier:
         return None
 
     def used(self, cid: str, now: float) -> None:
-        """Records a request whose adapter was in no faster tier."""
+        """Record a request whose adapter was in no faster tier."""
         self._policy.used(cid, now)
 
     def put(self, image: AdapterImage) -> bool:
-        """Writes an image, evicting others; returns False if that is not possible."""
+        """Write an image, evicting others; return False if that is not possible."""
         path = self._path(image.cid)
         num_bytes = image.num_bytes + _FILE_OVERHEAD_BYTES
         with self._lock:
@@ -124,7 +124,7 @@ class DiskTier:
         return self._folder / (cid.rpartition(":")[2] + _SUFFIX)
 
     def _scan(self) -> None:
-        """Takes over the files of an earlier process, and removes unfinished ones."""
+        """Take over the files of an earlier process, and removes unfinished ones."""
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_SUFFIX):
                 self._sizes[CID_PREFIX + entry.name.removesuffix(_SUFFIX)] = entry.stat().st_size

@@ -35,12 +35,12 @@ class GpuFault:
 
 
 def has_nvidia_gpu() -> bool:
-    """Returns whether the operating system shows an NVIDIA GPU, whatever torch can do."""
+    """Return whether the operating system shows an NVIDIA GPU, whatever torch can do."""
     return any(_DEVICES.glob("nvidia[0-9]*")) or any(_DRIVER.glob("*"))
 
 
 def visible_gpus() -> list[Gpu] | GpuFault:
-    """Returns the GPUs that this process may use, at least one, or why there are none."""
+    """Return the GPUs that this process may use, at least one, or why there are none."""
     if torch.version.cuda is None:
         kind = "for ROCm" if torch.version.hip else "without CUDA"
         return GpuFault(
@@ -73,7 +73,7 @@ def _describe(index: int) -> Gpu:
 
 
 def use_gpu(gpu: Gpu) -> GpuFault | None:
-    """Makes a GPU the calling thread's current device; returns a fault if torch cannot run on it.
+    """Make a GPU the calling thread's current device; return a fault if torch cannot run on it.
 
     Triton launches its kernels on the current device.
     """

@@ -33,7 +33,7 @@ class HostBuffers:
             return sum(len(memory) for memory in self._spares)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized buffer; it may hold the bytes of an earlier image."""
+        """Return an uninitialized buffer; it may hold the bytes of an earlier image."""
         memory = self._take(max(1, num_elements) * dtype.itemsize)
         array = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(array, self._recycle, memory).atexit = False

@@ -21,7 +21,7 @@ class CgroupMemory:
 
 
 def total_memory_bytes() -> int:
-    """The machine's memory, or the lowest limit of this process's control groups."""
+    """Return the machine's memory, or the lowest limit of this process's control groups."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([installed, *(group.limit_bytes for group in cgroups())])
 
@@ -33,12 +33,12 @@ def available_memory_bytes() -> int:
 
 
 def default_pool_bytes() -> int:
-    """The size of a page pool in host memory, if none is given."""
+    """Return the size of a page pool in host memory, if none is given."""
     return min(total_memory_bytes() // 4, _DEFAULT_POOL_LIMIT)
 
 
 def cgroups(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[CgroupMemory]:
-    """The control groups (version 1 or 2) of this process that limit its memory."""
+    """Return the control groups (version 1 or 2) of this process that limit its memory."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -60,7 +60,9 @@ def cgroups(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[Cgrou
 
 
 def _lineage(top: Path, path: str) -> Iterator[Path]:
-    """The folder of a group and those of its parents; in a container only the top may exist."""
+    """Yield the folder of a group and those of its parents; in a container only the top
+    may exist.
+    """
     folder = top / path.lstrip("/")
     yield folder
     while folder != top and top in folder.parents:

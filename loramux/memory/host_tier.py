@@ -54,7 +54,7 @@ class HostTier:
         return self._used_bytes
 
     def used(self, cid: str, now: float) -> None:
-        """Records a request whose adapter was not on the device."""
+        """Record a request whose adapter was not on the device."""
         self._policy.used(cid, now)
 
     def reserve(self, cid: str, num_bytes: int) -> bool:
@@ -78,14 +78,14 @@ class HostTier:
             self._used_bytes -= self._reserved.pop(cid, 0)
 
     def put(self, image: AdapterImage) -> None:
-        """Stores an image in the memory that was reserved for it."""
+        """Store an image in the memory that was reserved for it."""
         with self._lock:
             reserved = self._reserved.pop(image.cid)
             assert reserved == image.num_bytes, "the image has another size than was reserved"
             self._images[image.cid] = image
 
     def begin_copy(self, cid: str) -> AdapterImage:
-        """Returns the image and keeps it from eviction until end_copy()."""
+        """Return the image and keep it from eviction until end_copy()."""
         with self._lock:
             self._num_copies[cid] += 1
             return self._images[cid]

@@ -38,7 +38,7 @@ WriteSlice = Callable[[list[int], int, memoryview], None]
 
 class ImageSource(Protocol):
     def read(self, cid: str) -> AdapterImage:
-        """Reads, checks and packs the adapter from the folder it was registered with."""
+        """Read, check and pack the adapter from the folder it was registered with."""
         ...
 
 
@@ -78,7 +78,7 @@ class LoadThrottle:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Starts to measure the calling thread's work."""
+        """Start to measure the calling thread's work."""
         self._threads.worked_s = self._worked_s()
 
     def pause(self) -> None:
@@ -91,7 +91,7 @@ class LoadThrottle:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Turns the throttle off while the step loop only waits for loads."""
+        """Turn the throttle off while the step loop only waits for loads."""
         self._is_off = True
         try:
             yield
@@ -112,7 +112,7 @@ class AdapterLoader:
         allocate: Allocate = mapped_buffer,
         executor: Executor | None = None,
     ) -> None:
-        """Creates a loader.
+        """Create a loader.
 
         `write_slice` fills pages with parts of an image while it is read. It is given where steps
         run on the same cores as loads, that is on a CPU. `executor`: None for threads of its own.
@@ -131,21 +131,21 @@ class AdapterLoader:
         self.num_active = 0
 
     def read(self, cid: str, page_ids: Sequence[int]) -> None:
-        """Starts to read an adapter into host memory, and into its pages if it has any."""
+        """Start to read an adapter into host memory, and into its pages if it has any."""
         self.num_active += 1
         self._threads.submit(self._read, cid, list(page_ids))
 
     def copy(self, image: AdapterImage, page_ids: Sequence[int]) -> None:
-        """Starts to copy an image from host memory into pages."""
+        """Start to copy an image from host memory into pages."""
         self.num_active += 1
         self._threads.submit(self._copy, image, list(page_ids))
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs work without a result on a loader thread."""
+        """Run work without a result on a loader thread."""
         self._threads.submit(work)
 
     def results(self, *, timeout_s: float = 0.0) -> list[LoadResult]:
-        """Returns the loads that have ended; waits up to timeout_s for the first one."""
+        """Return the loads that have ended; wait up to timeout_s for the first one."""
         results: list[LoadResult] = []
         try:
             results.append(self._wait_for_one(timeout_s) if timeout_s else self._next())
@@ -186,7 +186,7 @@ class AdapterLoader:
             self._disk.put(image)
 
     def _read_disk(self, cid: str, page_ids: list[int]) -> tuple[AdapterImage | None, bool]:
-        """Returns the image, if the disk tier has it, and whether its pages are filled as well."""
+        """Return the image, if the disk tier has it, and whether its pages are filled as well."""
         if self._disk is None:
             return None, False
         write_slice, throttle = self._write_slice, self._throttle
@@ -215,7 +215,7 @@ class AdapterLoader:
 
 
 def load_workers(*, shares_cores: bool) -> Workers:
-    """Returns threads that take parts of a load; none if steps run on the same cores as loads."""
+    """Return threads that take parts of a load; none if steps run on the same cores as loads."""
     num_threads = min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // 2)
     if shares_cores or num_threads < 2:
         return CALLING_THREAD

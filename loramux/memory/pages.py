@@ -31,19 +31,19 @@ class PageAllocator:
         return len(self._free)
 
     def kinds(self) -> bytes:
-        """Returns a letter for each page: k (KV), p (prefix), a (adapter) or "." (free)."""
+        """Return a letter for each page: k (KV), p (prefix), a (adapter) or "." (free)."""
         return bytes(self._kinds)
 
     def step_launched(self) -> None:
-        """Records that a step was launched on the device."""
+        """Record that a step was launched on the device."""
         self._num_launched_steps += 1
 
     def step_finished(self) -> None:
-        """Records that the oldest launched step has finished."""
+        """Record that the oldest launched step has finished."""
         self._num_finished_steps += 1
 
     def allocate(self, owner: Owner, count: int) -> list[int] | None:
-        """Returns pages for KV blocks in ascending order, or None if too few are free."""
+        """Return pages for KV blocks in ascending order, or None if too few are free."""
         if count > len(self._free):
             return None
         # Ascending: a copy to contiguous pages is one copy.
@@ -52,7 +52,7 @@ class PageAllocator:
         return page_ids
 
     def allocate_for_load(self, owner: Owner, count: int) -> list[int] | None:
-        """Returns pages for an adapter, preferring those that no in-flight step accesses."""
+        """Return pages for an adapter, preferring those that no in-flight step accesses."""
         if count > len(self._free):
             return None
         page_ids: list[int] = []
@@ -67,7 +67,7 @@ class PageAllocator:
         return sorted(page_ids)
 
     def is_quiescent(self, page_ids: Iterable[int]) -> bool:
-        """Returns whether no in-flight step accesses any of the pages for an earlier owner."""
+        """Return whether no in-flight step accesses any of the pages for an earlier owner."""
         released_at = self._released_at
         return all(released_at.get(page_id, 0) <= self._num_finished_steps for page_id in page_ids)
 
@@ -88,7 +88,7 @@ class PageAllocator:
             self._kinds[page_id] = kind
 
     def check_integrity(self, claims: Mapping[Owner, Iterable[int]]) -> None:
-        """Asserts that every page is free or claimed exactly once, by its recorded owner."""
+        """Assert that every page is free or claimed exactly once, by its recorded owner."""
         claimed: dict[int, Owner] = {}
         for owner, page_ids in claims.items():
             for page_id in page_ids:

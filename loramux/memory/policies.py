@@ -38,23 +38,23 @@ class EvictionPolicy(Protocol):
     """Scores the keys of one tier by their uses. It does not know which keys are resident."""
 
     def used(self, key: Hashable, now: float) -> None:
-        """Records that a request asked this tier for the key, hit or miss."""
+        """Record that a request asked this tier for the key, hit or miss."""
 
     def score(self, key: Hashable, *, cost_s: float, size: int) -> float:
-        """Returns the key's score; the lowest score is evicted first.
+        """Return the key's score; the lowest score is evicted first.
 
         `cost_s` is the cost of a miss, `size` > 0 the memory that the key takes. The score changes
         only when the key is used, so that a heap may hold it until then.
         """
 
     def reuse_penalty(self, factor: float) -> float:
-        """Returns what to add to a score if the key's rate is `factor` times what its uses say."""
+        """Return what to add to a score if the key's rate is `factor` times what its uses say."""
 
     def evicted(self, fraction: float) -> None:
-        """Records that this fraction of the tier's memory was reclaimed from a key."""
+        """Record that this fraction of the tier's memory was reclaimed from a key."""
 
     def forget(self, key: Hashable) -> None:
-        """Drops the history of a key that will not come back."""
+        """Drop the history of a key that will not come back."""
 
 
 class LruPolicy:
@@ -102,7 +102,7 @@ class CostAwarePolicy:
         last_use_bonus: float = 1.0,
         max_keys: int = MAX_KEYS,
     ) -> None:
-        """Creates a policy with a fixed or a drift-dependent half-life.
+        """Create a policy with a fixed or a drift-dependent half-life.
 
         `drift_half_life_turnovers`: half-life while popularity drifts; None: it is fixed.
         `last_use_bonus`: additional weight of the most recent use, until the next one.
@@ -195,13 +195,13 @@ class DriftDetector:
         self._counts.pop(key, None)
 
     def _probability(self, log_count: float, log_total: float) -> float:
-        """Returns the predicted probability of the next use; it is never 0."""
+        """Return the predicted probability of the next use; it is never 0."""
         share = math.pow(2.0, log_count - log_total)
         return (1 - EVEN_SHARE) * share + EVEN_SHARE / len(self._counts)
 
 
 def make_policy(name: PolicyName, *, is_lower_tier: bool = False) -> EvictionPolicy:
-    """Creates the policy of a tier.
+    """Create the policy of a tier.
 
     `is_lower_tier`: the tier sees only the misses of a faster one. A key that was just used is in
     the faster tier then, so that its last use says little about the next one here.
@@ -228,7 +228,7 @@ def miss_cost_s(
     is_held_above: bool = False,
     miss_rate_above: float = HELD_ABOVE_FACTOR,
 ) -> float:
-    """Returns the expected cost of a miss: the load, and the step that the request misses.
+    """Return the expected cost of a miss: the load, and the step that the request misses.
 
     `is_held_above`: a faster tier holds the key too, so that this tier is asked for it only after
     the faster one has evicted it. The probability of that is the faster tier's miss rate, up to a
@@ -239,7 +239,7 @@ def miss_cost_s(
 
 
 def _log2_sum(first: float, second: float, weight: float = 1.0) -> float:
-    """Returns log2(2^first + weight * 2^second)."""
+    """Return log2(2^first + weight * 2^second)."""
     high = max(first, second)
     return high + math.log2(2.0 ** (first - high) + weight * 2.0 ** (second - high))
 

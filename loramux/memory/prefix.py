@@ -60,7 +60,7 @@ class ReuseEstimator:
         return min(1.0, probability / FULL_SCORE_PROBABILITY)
 
     def added(self, path: int) -> bool:
-        """Records that a page was computed; returns whether it had been evicted before."""
+        """Record that a page was computed; return whether it had been evicted before."""
         was_reused = self._ghosts.pop(path, None)
         if was_reused is None:
             self._num_new = self._num_new * self._decay + 1
@@ -71,7 +71,7 @@ class ReuseEstimator:
         return True
 
     def reused(self) -> None:
-        """Records the second use of a page."""
+        """Record the second use of a page."""
         self._num_reused += 1
 
     def evicted(self, path: int, *, was_reused: bool) -> None:
@@ -164,7 +164,7 @@ class PrefixCache:
         return lease
 
     def peek(self, key: PrefixKey, token_ids: Sequence[int], start: int = 0) -> int:
-        """Returns the number of tokens that acquire would find; locks and counts nothing."""
+        """Return the number of tokens that acquire would find; lock and count nothing."""
         tree, branch = self._index.get(key), None
         if start:
             if tree is None:
@@ -232,13 +232,13 @@ class PrefixCache:
                 self._index.remove_if_empty(branch.tree)
 
     def adapter_moved(self, cid: str) -> None:
-        """Updates the scores of the adapter's prefixes after it came to the device or left it."""
+        """Update the scores of the adapter's prefixes after it came to the device or left it."""
         for tree in self._index.trees_of(cid):
             for leaf in tree.candidates.values():
                 self._add_candidate(leaf)
 
     def cost_of_eviction(self, cid: str) -> float:
-        """Returns the seconds per request that prefixes lose when the adapter leaves the device.
+        """Return the seconds per request that prefixes lose when the adapter leaves the device.
 
         That is the mean time that its requests save by reuse, less the part that the prefixes
         keep without the adapter. It is added to the cost of reloading the adapter.
@@ -250,7 +250,7 @@ class PrefixCache:
         return self._index.num_pages(cid) * self.block_tokens
 
     def drop(self, cid: str) -> None:
-        """Removes the prefixes of an adapter that was unregistered.
+        """Remove the prefixes of an adapter that was unregistered.
 
         Idle pages are freed at once, pages in use when their last lease is released.
         """
@@ -300,7 +300,7 @@ class PrefixCache:
         assert num_idle == self._num_idle, f"{num_idle} idle pages, not {self._num_idle}"
 
     def _insert(self, parent: Node, edge: Edge, page_id: int, owner: Owner) -> Node:
-        """Adds a node for the sequence's page; the caller locks it."""
+        """Add a node for the sequence's page; the caller locks it."""
         tree, path = tree_below(parent, edge), path_below(parent, edge)
         node = Node(("prefix", next(self._ids)), tree, parent, edge, page_id, path)
         node.is_reused = self._reuse.added(path)
@@ -321,7 +321,7 @@ class PrefixCache:
         return parent
 
     def _update(self, node: Node) -> None:
-        """Makes a node that lost a lease or a child a candidate, or removes its empty tree."""
+        """Make a node that lost a lease or a child a candidate, or removes its empty tree."""
         if node.is_idle_leaf:
             self._add_candidate(node)
         else:

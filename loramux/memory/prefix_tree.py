@@ -71,7 +71,7 @@ class PrefixTree:
         return not (self.num_pages or self.root.children or self.root.num_users)
 
     def break_cycle_if_empty(self) -> None:
-        """Deletes the root of an empty tree, which is not used any more.
+        """Delete the root of an empty tree, which is not used any more.
 
         Tree and root refer to each other; otherwise only a full garbage collection would free them.
         """
@@ -81,7 +81,7 @@ class PrefixTree:
     def match(
         self, token_ids: Sequence[int], block_tokens: int, branch: Branch | None = None
     ) -> list[Node]:
-        """Returns the nodes of the longest cached prefix, in order."""
+        """Return the nodes of the longest cached prefix, in order."""
         path = []
         node = self.root
         top_stop = 0 if branch is None else (branch.index + 1) * block_tokens
@@ -96,7 +96,7 @@ class PrefixTree:
         return path
 
     def nodes(self) -> Iterator[Node]:
-        """Yields all nodes but the root, parents before children."""
+        """Yield all nodes but the root, parents before children."""
         stack = [*self.root.children.values(), *self.branch_tops.values()]
         while stack:
             node = stack.pop()
@@ -137,17 +137,17 @@ class Branch:
     """Position of the start in this block."""
 
     def edge(self, block: Block) -> Edge:
-        """Returns the edge to the branch's first node; that of a dropped tree is never found."""
+        """Return the edge to the branch's first node; that of a dropped tree is never found."""
         return self.tree, self.offset, block
 
 
 def tree_below(parent: Node, edge: Edge) -> PrefixTree:
-    """Returns the tree to which the child at this edge belongs."""
+    """Return the tree to which the child at this edge belongs."""
     return edge[0] if isinstance(edge[0], PrefixTree) else parent.tree
 
 
 def path_below(parent: Node, edge: Edge) -> int:
-    """Returns the path of the child at this edge."""
+    """Return the path of the child at this edge."""
     tree = tree_below(parent, edge)
     # A tree is named by its key: after it was dropped, another one may take its place.
     is_top = tree is not parent.tree
@@ -185,7 +185,7 @@ class PrefixIndex:
         return 0 if adapter is None else adapter.num_pages
 
     def mean_reused_tokens(self, cid: str) -> float:
-        """Returns the mean number of reused tokens of the adapter's latest requests."""
+        """Return the mean number of reused tokens of the adapter's latest requests."""
         adapter = self._adapters.get(cid)
         return 0.0 if adapter is None else adapter.mean_reused_tokens
 
@@ -202,7 +202,7 @@ class PrefixIndex:
         return tree
 
     def remove_tree(self, tree: PrefixTree) -> None:
-        """Removes a tree, which is never matched again; leases that end in it stay valid."""
+        """Remove a tree, which is never matched again; lease that end in it stay valid."""
         tree.is_dropped = True
         del self._trees[tree.key]
         for cid in tree.cids:
@@ -226,7 +226,7 @@ class PrefixIndex:
         self._count_pages(node.tree, 1)
 
     def remove(self, leaf: Node) -> Node:
-        """Removes an idle leaf from its tree; returns its parent."""
+        """Remove an idle leaf from its tree; return its parent."""
         assert leaf.is_idle_leaf and leaf.parent is not None, f"{leaf.owner} is in use"
         del leaf.parent.children[leaf.edge]
         leaf.tree.branch_tops.pop(leaf.owner, None)
@@ -254,7 +254,7 @@ class PrefixIndex:
 
 
 def path_pages(node: Node) -> list[int]:
-    """Returns the pages from the root to this node, in order."""
+    """Return the pages from the root to this node, in order."""
     page_ids = []
     while node.parent is not None:
         page_ids.append(node.page_id)
@@ -263,7 +263,7 @@ def path_pages(node: Node) -> list[int]:
 
 
 def lock(node: Node) -> int:
-    """Adds a lease that ends here; returns how many pages were idle and are in use now."""
+    """Add a lease that ends here; return how many pages were idle and are in use now."""
     num_locked = 0
     while True:
         node.num_users += 1
@@ -274,7 +274,7 @@ def lock(node: Node) -> int:
 
 
 def unlock(node: Node) -> list[Node]:
-    """Removes a lease that ends here; returns the nodes that became idle, deepest first."""
+    """Remove a lease that ends here; return the nodes that became idle, deepest first."""
     idle: list[Node] = []
     while True:
         assert node.num_users > 0, f"{node.owner} is not in use"

@@ -80,7 +80,7 @@ class Reclaimer:
         is_protected: bool = False,
         is_single_use: bool = False,
     ) -> None:
-        """Allows the eviction of `key`; a second call for the same key replaces the first."""
+        """Allow the eviction of `key`; a second call for the same key replaces the first."""
         tick = next(self._ticks)
         self._candidates[key] = _Candidate(tick, holder)
         heap = self._single_use if is_single_use else self._heap
@@ -124,7 +124,7 @@ class Reclaimer:
         assert current == self._candidates.keys(), "a candidate is in no heap"
 
     def _heap_of_lowest(self) -> list[_Entry]:
-        """Returns the heap whose top is evicted next; there must be a candidate."""
+        """Return the heap whose top is evicted next; there must be a candidate."""
         for heap in (self._heap, self._single_use):
             while heap and not self._is_current(heap[0]):
                 heapq.heappop(heap)

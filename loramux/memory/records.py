@@ -102,13 +102,13 @@ class Placement:
         """Size in bytes of each image file."""
 
     def resting_state(self, cid: str) -> AdapterState:
-        """Returns the fastest tier below the device that holds the adapter."""
+        """Return the fastest tier below the device that holds the adapter."""
         if cid in self.host:
             return AdapterState.HOST
         return AdapterState.DISK if cid in self.disk else AdapterState.SOURCE
 
     def changes_since(self, version: int) -> ResidencyDelta:
-        """Returns the current tiers of the adapters that moved since a version.
+        """Return the current tiers of the adapters that moved since a version.
 
         They are those of all adapters if the version is older than the log of moves.
         """

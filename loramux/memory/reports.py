@@ -42,7 +42,7 @@ def adapter_uses(
     waiting: Mapping[str, int],
     cached_tokens: Callable[[str], int] = lambda cid: 0,
 ) -> list[AdapterUse]:
-    """Returns residency and usage of every registered adapter, used or not.
+    """Return residency and usage of every registered adapter, used or not.
 
     `clock_s`: the time now of the clock that gave the records their times.
     """

@@ -23,12 +23,12 @@ class UsageFile:
         self._before = _read(self._path)
 
     def busiest(self, known: Iterable[str], count: int) -> list[str]:
-        """Returns the most used of the known CIDs in earlier runs, at most `count`."""
+        """Return the most used of the known CIDs in earlier runs, at most `count`."""
         used = [cid for cid in known if self._before.get(cid, 0) > 0]
         return sorted(used, key=lambda cid: -self._before[cid])[:count]
 
     def save(self, uses: Mapping[str, int]) -> None:
-        """Writes the decayed earlier counts plus this run's; errors of the disk are ignored."""
+        """Write the decayed earlier counts plus this run's; errors of the disk are ignored."""
         counts = {cid: _DECAY * number for cid, number in self._before.items()}
         for cid, number in uses.items():
             counts[cid] = counts.get(cid, 0.0) + number

@@ -36,11 +36,11 @@ class AskedNames:
             del names[next(iter(names))]
 
     def names_of(self, cid: str) -> Iterator[str]:
-        """Yields names of one adapter, the newest first."""
+        """Yield names of one adapter, the newest first."""
         return reversed(self._names.get(cid, {}))
 
     def newest_first(self, cids: Collection[str]) -> list[str]:
-        """Returns CIDs, those that were asked for last first."""
+        """Return CIDs, those that were asked for last first."""
         asked = [cid for cid in reversed(self._names) if cid in cids]
         return [*asked, *(cid for cid in cids if cid not in self._names)]
 

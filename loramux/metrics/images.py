@@ -44,7 +44,7 @@ class ImageMetrics(HostMetrics):
         self.registry.register(ForwardCollector(backend, lambda: self.model_name))
 
     def step(self, seconds: float, *, is_first: bool) -> None:
-        """Counts a step; `seconds` since the last one, or since the arrival."""
+        """Count a step; `seconds` since the last one, or since the arrival."""
         self._steps.labels(self.model_name).inc()
         (self.newest_first_token if is_first else self.newest_inter_token).add(seconds)
 
@@ -91,7 +91,7 @@ class ForwardCollector(Collector):
 
 
 def _histogram(title: str, text: str, name: str, counts: Mapping[int, int]) -> Metric:
-    """Returns the histogram of exact counts: value -> how often."""
+    """Return the histogram of exact counts: value -> how often."""
     each = [0] * (len(FORWARD_BUCKETS) + 1)
     for value, number in counts.items():
         fitting = (i for i, bound in enumerate(FORWARD_BUCKETS) if value <= bound)

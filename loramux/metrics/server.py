@@ -42,7 +42,7 @@ class NewestSamples:
         self.add = self._kept.append
 
     def take(self) -> list[float]:
-        """Returns the samples in ascending order, and forgets them."""
+        """Return the samples in ascending order, and forget them."""
         taken = sorted(self._kept)
         self._kept.clear()
         return taken
@@ -119,7 +119,7 @@ class HostMetrics:
         return self._model_name or ""
 
     def render(self) -> bytes:
-        """Renders the series of all backends of the server."""
+        """Render the series of all backends of the server."""
         for host in self._hosts:
             host.forget_removed()
         return generate_latest(self.registry)
@@ -132,11 +132,11 @@ class HostMetrics:
         self.asked.forget_all_but(self._backend.adapters)
 
     def answered(self, num_tokens: float) -> None:
-        """Counts the length of one answer; of an image: its steps."""
+        """Count the length of one answer; of an image: its steps."""
         self.answer_tokens += (num_tokens - self.answer_tokens) * _NEWEST_ANSWER
 
     def counted(self, cid: str, label: str, tenant: str | None = None) -> list[CountedAdapter]:
-        """Returns the counters of an adapter's traffic, by CID and by label.
+        """Return the counters of an adapter's traffic, by CID and by label.
 
         `tenant`: also those of a tenant, which sees no others.
         """
@@ -144,11 +144,11 @@ class HostMetrics:
         return [self.traffic.counted(cid), self._labelled_traffic.counted(label), *own]
 
     def traffic_of(self, tenant: str | None) -> AdapterTraffic:
-        """Returns the traffic by CID, of one tenant if it is given."""
+        """Return the traffic by CID, of one tenant if it is given."""
         return self.traffic if tenant is None else self.tenants.traffic_of(tenant)
 
     def render_tenant(self, tenant: str) -> bytes:
-        """Renders the series of one tenant."""
+        """Render the series of one tenant."""
         parts = [host.tenants.collector(tenant, host.model_name) for host in self._hosts]
         registry = CollectorRegistry()
         registry.register(MergedCollector(*parts))

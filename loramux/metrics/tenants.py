@@ -45,7 +45,7 @@ class TenantTraffic:
             tenant.by_cid.forget_all_but(known)
 
     def collector(self, tenant: str, model_name: str) -> Collector:
-        """Returns a collector of the series of one tenant."""
+        """Return a collector of the series of one tenant."""
         found = self._tenants.get(tenant, _Tenant())
         return _TenantCollector(found.by_label, model_name)
 

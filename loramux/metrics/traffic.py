@@ -69,7 +69,7 @@ class AdapterTraffic:
         self._ranked_s = clock()
 
     def counted(self, name: str) -> CountedAdapter:
-        """The counters of an adapter, to be incremented while its requests run."""
+        """Return the counters of an adapter, to be incremented while its requests run."""
         found = self._counted.get(name)
         if found is None:
             found = self._counted[name] = CountedAdapter(name, self._other)
@@ -141,7 +141,7 @@ class TrafficCollector(Collector):
 def traffic_metrics(
     model_name: str, series: Iterable[tuple[str, Traffic]], whose: str
 ) -> Iterator[Metric]:
-    """Yields the counters of adapters: requests, prompt tokens, and generated tokens."""
+    """Yield the counters of adapters: requests, prompt tokens, and generated tokens."""
     labels = ["model_name", "adapter"]
     requests = CounterMetricFamily(
         "loramux:adapter_requests", f"Requests for {whose}.", labels=labels

@@ -26,7 +26,7 @@ _START = "Start the server with --pooling last or --pooling mean to get vectors 
 
 
 def read_pooling(folder: Path, config: Mapping[str, Any], asked: str) -> ModelPooling:
-    """Returns what a model pools; `asked`: auto, or the pooling that replaces the model's own."""
+    """Return what a model pools; `asked`: auto, or the pooling that replaces the model's own."""
     kind = head_kind(config)
     generates = kind is HeadKind.TOKENS
     if kind is HeadKind.LABELS:
@@ -75,7 +75,7 @@ def read_pooling(folder: Path, config: Mapping[str, Any], asked: str) -> ModelPo
 
 
 def _modules(folder: Path) -> list[str] | None:
-    """Returns the class names of sentence-transformers' modules in order."""
+    """Return the class names of sentence-transformers' modules in order."""
     file = folder / MODULES
     if not file.is_file():
         return None
@@ -113,7 +113,7 @@ def _classifier(config: Mapping[str, Any]) -> ModelPooling:
 
 
 def _is_raw(config: Mapping[str, Any]) -> bool:
-    """Returns whether a cross-encoder's configuration asks for the outputs themselves."""
+    """Return whether a cross-encoder's configuration asks for the outputs themselves."""
     settings = config.get("sentence_transformers")
     name = settings.get("activation_fn") if isinstance(settings, dict) else None
     return isinstance(name, str) and name.rpartition(".")[2] == "Identity"

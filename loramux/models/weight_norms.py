@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 
 def find_weight_norms(model: Path, paths: Iterable[str]) -> dict[str, float]:
-    """Returns the norms of the weights of these modules, by path.
+    """Return the norms of the weights of these modules, by path.
 
     A module whose weight no safetensors file of the folder has under its own name is left out.
     """

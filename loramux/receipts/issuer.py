@@ -43,7 +43,7 @@ class RefusalBudget:
         self.num_dropped = 0
 
     def take(self) -> bool:
-        """Returns whether one more may be written."""
+        """Return whether one more may be written."""
         if self._bucket.try_take():
             return True
         self.num_dropped += 1

@@ -120,7 +120,7 @@ class Receipt(Struct, frozen=True, kw_only=True):
     """The Ed25519 signature of the canonical JSON of all other fields, in Base64."""
 
     def body(self) -> dict[str, Any]:
-        """Returns the receipt as decoded JSON."""
+        """Return the receipt as decoded JSON."""
         body: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return body
 
@@ -137,12 +137,12 @@ class Verdict(StrEnum):
 
 
 def base_label(name: str, digest: str) -> str:
-    """Returns a label such as qwen2.5-7b-instruct@a1b2c3d."""
+    """Return a label such as qwen2.5-7b-instruct@a1b2c3d."""
     return f"{name}@{digest.rpartition(':')[2][:SHORT_DIGEST_DIGITS]}"
 
 
 def signed(receipt: Receipt, key: Ed25519PrivateKey) -> Receipt:
-    """Returns the receipt with the id of the key and a signature of all fields."""
+    """Return the receipt with the id of the key and a signature of all fields."""
     named = msgspec.structs.replace(receipt, key_id=key_id_of(key.public_key()), signature=UNSET)
     return msgspec.structs.replace(named, signature=sign(named.body(), key))
 
@@ -152,7 +152,7 @@ def sign(body: Mapping[str, object], key: Ed25519PrivateKey) -> str:
 
 
 def verify(body: Mapping[str, object], signature: str, public_key: Ed25519PublicKey) -> bool:
-    """Returns whether the signature is valid for this body without its own signature field."""
+    """Return whether the signature is valid for this body without its own signature field."""
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -164,7 +164,7 @@ def verify(body: Mapping[str, object], signature: str, public_key: Ed25519Public
 
 
 def check(body: Mapping[str, object], public_key: Ed25519PublicKey) -> Verdict:
-    """Verifies a receipt that contains its signature."""
+    """Verify a receipt that contains its signature."""
     signature = body.get(SIGNATURE)
     if not isinstance(signature, str):
         return Verdict.UNSIGNED

@@ -52,7 +52,7 @@ class ReceiptWriter:
         max_pending: int = MAX_PENDING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Removes receipts older than max_age_s, or over max_count, once a minute."""
+        """Remove receipts older than max_age_s, or over max_count, once a minute."""
         self._sink = sink
         self._max_age_s = max_age_s
         self._max_count = max_count
@@ -90,7 +90,7 @@ class ReceiptWriter:
                 self._condition.notify_all()
 
     def find(self, receipt_id: str) -> Receipt | None:
-        """Returns a receipt that is queued and not yet stored, or None."""
+        """Return a receipt that is queued and not yet stored, or None."""
         with self._condition:
             return self._pending.get(receipt_id) or self._sending.get(receipt_id)
 
@@ -131,7 +131,7 @@ class ReceiptWriter:
                 self._put_back()
 
     def _next_batch(self) -> list[Receipt] | None:
-        """Returns the receipts to store: none when a prune is due, None when closed and drained."""
+        """Return the receipts to store: none when a prune is due, None when closed and drained."""
         with self._condition:
             if not self._condition.wait_for(self._has_work, self._prune_at - self._clock()):
                 return []
@@ -151,7 +151,7 @@ class ReceiptWriter:
         return self._is_closing or self._wants_flush or len(self._pending) >= BATCH_RECEIPTS
 
     def _store(self, batch: Sequence[Receipt]) -> bool:
-        """Returns False if the registry cannot be reached now; the batch may be stored later."""
+        """Return False if the registry cannot be reached now; the batch may be stored later."""
         try:
             num_stored = self._add(batch)
         except LoramuxError as error:
@@ -167,7 +167,7 @@ class ReceiptWriter:
         return True
 
     def _add(self, batch: Sequence[Receipt]) -> int:
-        """Returns the number of receipts that were stored."""
+        """Return the number of receipts that were stored."""
         try:
             self._sink.add_receipts(map(to_record, batch))
         except LoramuxError:
@@ -214,7 +214,7 @@ class ReceiptWriter:
 
 
 def to_record(receipt: Receipt) -> StoredReceipt:
-    """Returns the row that the registry stores for a receipt."""
+    """Return the row that the registry stores for a receipt."""
     return StoredReceipt(
         id=receipt.id,
         created_at=receipt.time,
@@ -227,7 +227,7 @@ def to_record(receipt: Receipt) -> StoredReceipt:
 
 
 def uses_of(receipt: Receipt) -> Iterator[Use]:
-    """Yields one use for each adapter and recipe of a request that ran; weight 0 is no use."""
+    """Yield one use for each adapter and recipe of a request that ran; weight 0 is no use."""
     if receipt.status is ServingStatus.REFUSED:
         return
     used = [adapter for adapter in receipt.adapters if adapter.weight != 0]

@@ -50,7 +50,7 @@ class AccessSnapshot:
         )
 
     def shared_versions(self, adapter: AdapterName, tenant: str) -> frozenset[str]:
-        """Returns the versions that a tenant may use of another's adapter; "" means all."""
+        """Return the versions that a tenant may use of another's adapter; "" means all."""
         given = self.shares.get(adapter, ())
         return frozenset(one.version for one in given if one.tenant in (tenant, ALL_TENANTS))
 
@@ -64,7 +64,7 @@ class AccessRecords:
     def __init__(
         self, database: Database, changing: Changing, clock: Callable[[], float] = time.time
     ) -> None:
-        """`changing` begins a change that the audit log records."""
+        """Begin changes that the audit log records with `changing`."""
         self._database = database
         self._begin = changing
         self._clock = clock
@@ -108,7 +108,7 @@ class AccessRecords:
         return [key for key in found if tenant in (None, key.rights.tenant)]
 
     def revoke_key(self, key_id: str, *, tenant: str | None = None) -> KeyRecord:
-        """Makes a key invalid for ever; with a tenant, only a key of that tenant."""
+        """Make a key invalid for ever; with a tenant, only a key of that tenant."""
         event = Event(Action.KEY_REVOKE, tenant or "", key_id)
         with self._changing(event) as connection:
             key = self._valid_key(connection, key_id, tenant)
@@ -162,7 +162,7 @@ class AccessRecords:
         return share
 
     def unshare(self, adapter: AdapterName, tenant: str, version: str | None = None) -> Share:
-        """Ends a share; without a version all shares of the adapter with the tenant."""
+        """End a share; without a version all shares of the adapter with the tenant."""
         share = self._checked(adapter, tenant, version)
         with self._changing(_share_event(Action.UNSHARE, share)) as connection:
             row = adapter_rows.get_adapter(connection, adapter)

@@ -200,7 +200,7 @@ class AuditLog:
         event: Event,
         error: Exception | None = None,
     ) -> Head:
-        """Adds an entry in the caller's transaction, which must not lock anything else after it."""
+        """Add an entry in the caller's transaction, which must not lock anything else after it."""
         number, previous = rows.lock_head(connection)
         entry = AuditEntry(
             number=number + 1,
@@ -225,13 +225,13 @@ class AuditLog:
         return Head(entry.number, digest)
 
     def record(self, actor: Actor, event: Event) -> None:
-        """Adds the entry of a change outside of the registry, which was done."""
+        """Add the entry of a change outside of the registry, which was done."""
         with self._database.writing() as connection:
             head = self.append(connection, actor, event)
         self.keep_anchor(head)
 
     def record_refusal(self, actor: Actor, event: Event, error: Exception) -> None:
-        """Adds the entry of a change that was refused, unless too many were refused lately.
+        """Add the entry of a change that was refused, unless too many were refused lately.
 
         The next entry of a refusal says how many were not recorded. An error is recorded once.
         """
@@ -256,7 +256,7 @@ class AuditLog:
         self.keep_anchor(head)
 
     def keep_anchor(self, head: Head) -> None:
-        """Writes the end of the log to the anchor file, if there is one."""
+        """Write the end of the log to the anchor file, if there is one."""
         if self._anchor is not None:
             self._anchor.write(head)
 
@@ -272,7 +272,7 @@ class AuditLog:
         before: int | None = None,
         limit: int = 100,
     ) -> list[StoredEntry]:
-        """Returns entries, the newest first; `before`: only those with a smaller number."""
+        """Return entries, the newest first; `before`: only those with a smaller number."""
         if not 1 <= limit <= MAX_LIMIT:
             raise InvalidRequest(f"limit must be 1 to {MAX_LIMIT}.", param="limit")
         with self._database.reading() as connection:
@@ -282,14 +282,14 @@ class AuditLog:
         return list(map(_stored, found))
 
     def all_entries(self) -> Iterator[StoredEntry]:
-        """Yields all entries of one snapshot, the oldest first."""
+        """Yield all entries of one snapshot, the oldest first."""
         with self._database.reading() as connection:
             yield from map(_stored, rows.read_all(connection, batch=BATCH))
 
     def verify(
         self, *, keys: Sequence[Ed25519PublicKey] = (), anchors: Iterable[Head] = ()
     ) -> AuditReport:
-        """Checks the chain, the signatures of these keys, and that each anchor is in the log."""
+        """Check the chain, the signatures of these keys, and that each anchor is in the log."""
         wanted = {anchor.number: anchor for anchor in anchors if anchor.number}
         checker = _Checker(keys)
         with self._database.reading() as connection:
@@ -388,7 +388,7 @@ class AnchorFile:
 
 
 def read_anchor(path: Path) -> Head:
-    """Returns the end of the log that a file records; raises InvalidRequest."""
+    """Return the end of the log that a file records; raise InvalidRequest."""
     try:
         value = json.loads(path.read_text("utf-8"))
         if value["format"] != FORMAT:
@@ -409,7 +409,7 @@ def is_signed(digest: str, signature: str, key: Ed25519PublicKey) -> bool:
 
 
 def _signed_bytes(digest: str) -> bytes:
-    """The format is part of them, so that the key cannot be made to sign anything else."""
+    """Return the format is part of them, so that the key cannot be made to sign anything else."""
     return f"{FORMAT}\n{digest}".encode()
 
 
@@ -422,7 +422,7 @@ def _digest_of(entry: AuditEntry) -> str:
 
 
 def _clean(text: str, max_characters: int) -> str:
-    """Returns text that every database stores and every terminal shows."""
+    """Return text that every database stores and every terminal shows."""
     cleaned = "".join(one if one.isprintable() else "\ufffd" for one in text)
     cleaned = cleaned.encode("utf-8", "replace").decode()
     return cleaned if len(cleaned) <= max_characters else cleaned[: max_characters - 1] + "…"

@@ -37,7 +37,7 @@ class Change:
         content: Content,
         part_ids: Sequence[int] = (),
     ) -> tuple[VersionInfo, bool]:
-        """Adds a version, by default the next free one; returns it and whether it is new.
+        """Add a version, by default the next free one; return it and whether it is new.
 
         `part_ids`: the versions that a recipe combines. Raises QuotaExceeded for a new version over
         a limit of its tenant or key.
@@ -76,7 +76,7 @@ class Change:
         *,
         any_base: bool = False,
     ) -> tuple[VersionInfo, bool]:
-        """Adds a version that is made of other versions and has no files of its own."""
+        """Add a version that is made of other versions and has no files of its own."""
         content, part_ids = make_content(self.connection, terms, options, any_base=any_base)
         return self.push(adapter, version, content, part_ids)
 
@@ -144,7 +144,7 @@ class Change:
         self._add(row.id, alias, (), action=AliasAction.REMOVE, parent_revision=current.revision)
 
     def rollback(self, adapter: AdapterName, alias: str, *, if_revision: int | None) -> AliasState:
-        """Moves the alias to its parent state; each call goes one state further back."""
+        """Move the alias to its parent state; each call goes one state further back."""
         row = adapter_rows.get_adapter(self.connection, adapter)
         current = alias_rows.current_row(self.connection, row.id, alias)
         alias_rows.refuse_stale(adapter, alias, current, if_revision)

@@ -36,7 +36,7 @@ class Database:
     """A database for all threads of a process; a forked process must open its own."""
 
     def __init__(self, url: str | Path) -> None:
-        """Opens the database; a path means a SQLite file, which is created."""
+        """Open the database; a path means a SQLite file, which is created."""
         self.url = parse_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._engine = self._open_sqlite() if self.is_sqlite else self._open_postgresql()
@@ -183,7 +183,7 @@ def begin_sqlite(connection: Connection) -> None:
 
 
 def insert_into(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """Returns an INSERT with ON CONFLICT support in the dialect of the connection."""
+    """Return an INSERT with ON CONFLICT support in the dialect of the connection."""
     if connection.dialect.name == "sqlite":
         return sqlite.insert(table)
     return postgresql.insert(table)

@@ -69,7 +69,7 @@ class DesiredRecords:
         return int(found or 0)
 
     def _next_revision(self, connection: Connection) -> int:
-        """Counts up; the row is locked until the commit, and so changes are serialized."""
+        """Count up; the row is locked until the commit, and so changes are serialized."""
         table = desired_revisions
         first = insert_into(connection, table).values(fleet=self._fleet, revision=0)
         connection.execute(first.on_conflict_do_nothing())

@@ -41,7 +41,7 @@ class KeyRights:
     may_use_base: bool = True
 
     def check(self) -> None:
-        """Raises InvalidRequest for a tenant or a pattern that cannot match."""
+        """Raise InvalidRequest for a tenant or a pattern that cannot match."""
         if self.tenant is not None:
             check_name(self.tenant, "tenant")
         if not self.scopes:
@@ -126,13 +126,13 @@ def make_key(
 
 
 def parse_key(text: str) -> tuple[str, str] | None:
-    """Returns id and secret of a key, or None for any other text."""
+    """Return id and secret of a key, or None for any other text."""
     match = _KEY.fullmatch(text) if len(text) <= MAX_KEY_CHARACTERS else None
     return None if match is None else (match["id"], match["secret"])
 
 
 def hash_secret(salt: str, secret: str) -> str:
-    """Returns the stored hash; a fast one is enough for 256 random bits."""
+    """Return the stored hash; a fast one is enough for 256 random bits."""
     return hashlib.sha256(bytes.fromhex(salt) + secret.encode()).hexdigest()
 
 

@@ -43,7 +43,7 @@ class SemanticVersion:
         return self._precedence() < other._precedence()
 
     def next_patch(self) -> SemanticVersion:
-        """Returns the next higher release."""
+        """Return the next higher release."""
         patch = self.patch if self.prerelease else self.patch + 1
         return SemanticVersion(self.major, self.minor, patch)
 
@@ -71,7 +71,7 @@ def parse_version(text: str) -> SemanticVersion:
 
 
 def highest(versions: list[SemanticVersion]) -> SemanticVersion | None:
-    """Returns the highest release, or the highest prerelease if there is no release."""
+    """Return the highest release, or the highest prerelease if there is no release."""
     releases = [version for version in versions if not version.prerelease]
     return max(releases or versions, default=None)
 
@@ -112,7 +112,7 @@ Reference = NameReference | CidReference
 
 
 def parse_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> Reference:
-    """Parses a name, of the home tenant by default, or a CID, with or without its prefix."""
+    """Parse a name, of the home tenant by default, or a CID, with or without its prefix."""
     if len(text) > MAX_REFERENCE_CHARACTERS:
         raise InvalidRequest(
             f"The adapter's name has {len(text)} characters; at most {MAX_REFERENCE_CHARACTERS} "
@@ -141,7 +141,7 @@ def parse_name_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> Nam
 
 
 def parse_push_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> NameReference:
-    """Parses the reference of a push, which has a version or none, but no alias."""
+    """Parse the reference of a push, which has a version or none, but no alias."""
     parsed = parse_name_reference(text, home_tenant=home_tenant)
     if parsed.alias is not None:
         raise InvalidRequest(
@@ -172,7 +172,7 @@ def check_name(text: str, kind: str) -> str:
 
 
 def check_alias(text: str) -> str:
-    """Returns a valid alias; refuses `latest`, which cannot be moved."""
+    """Return a valid alias; refuse `latest`, which cannot be moved."""
     if text == LATEST:
         raise InvalidRequest(
             f"{LATEST} always names the highest version and cannot be moved. Use an alias such "

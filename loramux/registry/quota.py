@@ -28,7 +28,7 @@ class _Owner:
 def check_limits(
     connection: Connection, adapter: AdapterName, content: Content, api_key_id: str
 ) -> None:
-    """Raises QuotaExceeded if the content may not become a version of the adapter.
+    """Raise QuotaExceeded if the content may not become a version of the adapter.
 
     What is stored already may be over a limit that was lowered; it only may not grow.
     """
@@ -57,7 +57,7 @@ def check_rank(owner: str, limits: Limits, rank: int) -> None:
 
 
 def highest_rank(manifest: Mapping[str, Any]) -> int:
-    """Returns the highest rank that the adapter's config names; 0 for a kind without rank."""
+    """Return the highest rank that the adapter's config names; 0 for a kind without rank."""
     config = manifest.get("config", {})
     ranks = [config.get("r", 0), config.get("init_r", 0)]
     for name in ("rank_pattern", "ranks"):
@@ -68,7 +68,7 @@ def highest_rank(manifest: Mapping[str, Any]) -> int:
 def verify_signature(
     connection: Connection, tenant: str, content: Content, *, is_required: bool
 ) -> Verified | None:
-    """Returns the verified signature of the content, or None if it has none.
+    """Return the verified signature of the content, or None if it has none.
 
     Raises AdapterRefused for signatures that no key of the tenant has made, and if one is required
     by the caller or by the tenant's settings and there is none.

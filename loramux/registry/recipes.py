@@ -39,7 +39,7 @@ def make_content(
     *,
     any_base: bool = False,
 ) -> tuple[Content, tuple[int, ...]]:
-    """Returns the content of a recipe version, and the ids of the versions that it is made of.
+    """Return the content of a recipe version, and the ids of the versions that it is made of.
 
     A sum of sums becomes one sum. Raises InvalidRequest for other nested recipes, and
     AdapterRefused for parts that record different bases, unless `any_base`.
@@ -81,7 +81,7 @@ def _check_modalities(
 
 
 def _find_parts(connection: Connection, term: Term, options: CombinationOptions) -> Iterable[_Part]:
-    """Yields the version of a term, or the parts of a sum within a sum."""
+    """Yield the version of a term, or the parts of a sum within a sum."""
     reference, weight = term
     route = find_route(connection, reference)
     if len(route.choices) > 1:
@@ -119,7 +119,7 @@ def _name_of(connection: Connection, resolved: Resolved) -> tuple[AdapterName, s
 
 
 def _add_up(parts: Iterable[_Part]) -> list[_Part]:
-    """Adds the weights of parts with one CID, which the sums in a sum may share."""
+    """Add the weights of parts with one CID, which the sums in a sum may share."""
     found: dict[str, _Part] = {}
     for part in parts:
         weight = part.weight + (found[part.cid].weight if part.cid in found else 0.0)

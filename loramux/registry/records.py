@@ -60,7 +60,7 @@ class VersionRecipe:
         return self.recipe.method.name == SUM_METHOD
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the canonical form of the recipe, with the names of its parts."""
+        """Return the canonical form of the recipe, with the names of its parts."""
         parts = [
             {"cid": part.cid, "weight": part.weight}
             | ({} if part.adapter is None else {"name": str(part)})

@@ -80,7 +80,7 @@ class Registry:
         signer: Signer | None = None,
         anchor: Path | None = None,
     ) -> None:
-        """Opens the registry and upgrades its schema; a path means a SQLite file.
+        """Open the registry and upgrades its schema; a path means a SQLite file.
 
         `signer` signs the entries of the audit log, and the file `anchor` gets its end.
         """
@@ -91,13 +91,13 @@ class Registry:
         self.audit = AuditLog(self._database, clock=clock, signer=signer, anchor=anchor)
 
     def acting(self, actor: Actor) -> Registry:
-        """Returns this registry with another actor of its changes; it shares the database."""
+        """Return this registry with another actor of its changes; it shares the database."""
         acting = copy(self)
         acting._actor = actor
         return acting
 
     def record(self, event: Event) -> None:
-        """Adds a change outside of the registry, such as of files, to the audit log."""
+        """Add a change outside of the registry, such as of files, to the audit log."""
         self.audit.record(self._actor, event)
 
     @property
@@ -111,7 +111,7 @@ class Registry:
         return TenantRecords(self._database, self._changing)
 
     def desired(self, fleet: str) -> DesiredRecords:
-        """The adapters that every server of a fleet should have."""
+        """Return the adapters that every server of a fleet should have."""
         return DesiredRecords(self._database, fleet, clock=self._clock)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Registry:
     def push(
         self, reference: str, content: Content, *, require_signed: bool = False
     ) -> tuple[VersionInfo, bool]:
-        """Adds a version, by default the next free one; returns it and whether it is new.
+        """Add a version, by default the next free one; return it and whether it is new.
 
         A second push of the same content is accepted; other content raises RegistryConflict.
         """
@@ -148,7 +148,7 @@ class Registry:
         return info, is_new
 
     def check_push(self, reference: str, content: Content, *, require_signed: bool = False) -> None:
-        """Raises what push() would raise for its limits and its signature; changes nothing."""
+        """Raise what push() would raise for its limits and its signature; change nothing."""
         parsed = parse_push_reference(reference, home_tenant=self._home_tenant)
         adapter = parsed.adapter
         event = Event(Action.PUSH, adapter.tenant, str(parsed), {"cid": content.cid})
@@ -170,7 +170,7 @@ class Registry:
         *,
         any_base: bool = False,
     ) -> tuple[VersionInfo, bool]:
-        """Adds a version that is made of other versions, given by reference and weight.
+        """Add a version that is made of other versions, given by reference and weight.
 
         A sum of sums becomes one sum. With `any_base` the parts may record different bases.
         """
@@ -189,7 +189,7 @@ class Registry:
         return info, is_new
 
     def remove(self, reference: str) -> None:
-        """Removes a version, an alias, or an adapter with all its versions and aliases."""
+        """Remove a version, an alias, or an adapter with all its versions and aliases."""
         parsed = self._parse_name(reference)
         with self._changing(Event(Action.DELETE, parsed.adapter.tenant, str(parsed))) as change:
             if parsed.version is not None:
@@ -215,13 +215,13 @@ class Registry:
         alias: str,
         if_revision: int | None = None,
     ) -> AliasState:
-        """Splits the alias by weights such as {"1.4.2": 90, "1.5.0": 10}."""
+        """Split the alias by weights such as {"1.4.2": 90, "1.5.0": 10}."""
         named = [(str(parse_version(version)), weight) for version, weight in weights.items()]
         targets = check_targets(named)
         return self._move(adapter, alias, targets, AliasAction.SPLIT, if_revision)
 
     def rollback(self, adapter: str, *, alias: str, if_revision: int | None = None) -> AliasState:
-        """Moves the alias back to its previous state; repeated calls go further back."""
+        """Move the alias back to its previous state; repeated calls go further back."""
         name = self._parse_adapter(adapter)
         event = Event(Action.ROLLBACK, name.tenant, f"{name}@{check_alias(alias)}")
         with self._changing(event) as change:
@@ -230,7 +230,7 @@ class Registry:
         return state
 
     def previous(self, adapter: str, *, alias: str) -> tuple[AliasState, AliasState]:
-        """Returns the current state of the alias, and the state that a rollback would restore."""
+        """Return the current state of the alias, and the state that a rollback would restore."""
         name = self._parse_adapter(adapter)
         with self._database.reading() as connection:
             row = adapter_rows.get_adapter(connection, name)
@@ -239,7 +239,7 @@ class Registry:
             return current, previous
 
     def history(self, adapter: str, *, alias: str) -> list[AliasState]:
-        """Returns all states of the alias, the newest first."""
+        """Return all states of the alias, the newest first."""
         name = self._parse_adapter(adapter)
         with self._database.reading() as connection:
             row = adapter_rows.get_adapter(connection, name)
@@ -250,7 +250,7 @@ class Registry:
     def resolve(
         self, reference: str, *, sticky_key: str | None = None, home_tenant: str | None = None
     ) -> Resolved:
-        """Resolves a reference; a sticky key fixes the side of a split, else it is random."""
+        """Resolve a reference; a sticky key fixes the side of a split, else it is random."""
         route = self.route(self.parse(reference, home_tenant=home_tenant))
         return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
 
@@ -261,7 +261,7 @@ class Registry:
     def find_cid(
         self, reference: CidReference, tenant: str | None
     ) -> list[tuple[AdapterName, Resolved]]:
-        """Returns the versions with a CID that are a tenant's, or shared with it; None: all."""
+        """Return the versions with a CID that are a tenant's, or shared with it; None: all."""
         with self._database.reading() as connection:
             return versions_of_cid(connection, reference, tenant)
 
@@ -273,7 +273,7 @@ class Registry:
             return adapter_rows.list_adapters(connection, tenant)
 
     def catalog(self, *, tenant: str | None = None, limit: int) -> list[CatalogEntry]:
-        """Returns the versions of all adapters with the aliases that select them."""
+        """Return the versions of all adapters with the aliases that select them."""
         with self._database.reading() as connection:
             return catalog_rows.list_catalog(connection, tenant=tenant, limit=limit)
 
@@ -290,7 +290,7 @@ class Registry:
             )
 
     def modality_of(self, cid: str) -> Modality:
-        """Returns what the adapter with a CID is for."""
+        """Return what the adapter with a CID is for."""
         with self._database.reading() as connection:
             return adapter_rows.find_modality(connection, cid)
 
@@ -302,17 +302,17 @@ class Registry:
         return manifest
 
     def cids(self) -> set[str]:
-        """Returns the CIDs of all current versions."""
+        """Return the CIDs of all current versions."""
         with self._database.reading() as connection:
             return adapter_rows.named_cids(connection)
 
     def recipe_cids(self) -> set[str]:
-        """Returns the CIDs of recipes, which have no files."""
+        """Return the CIDs of recipes, which have no files."""
         with self._database.reading() as connection:
             return recipe_rows.recipe_cids(connection)
 
     def cids_of(self, adapter: str) -> set[str]:
-        """Returns the CIDs of all versions of an adapter, also of removed ones."""
+        """Return the CIDs of all versions of an adapter, also of removed ones."""
         name = self._parse_adapter(adapter)
         with self._database.reading() as connection:
             row = adapter_rows.find_adapter(connection, name)
@@ -321,31 +321,31 @@ class Registry:
             return adapter_rows.cids_of(connection, row.id)
 
     def names_of(self, cid: str) -> list[tuple[AdapterName, str]]:
-        """Returns every (adapter, version) with this CID."""
+        """Return every (adapter, version) with this CID."""
         with self._database.reading() as connection:
             return adapter_rows.names_of(connection, cid)
 
     def sources_of(self, cid: str) -> list[str]:
-        """Returns the sources of the versions with this CID, the newest first."""
+        """Return the sources of the versions with this CID, the newest first."""
         with self._database.reading() as connection:
             return adapter_rows.sources_of(connection, cid)
 
     def verify(self) -> tuple[str, ...]:
-        """Returns one sentence for each violated invariant of the registry."""
+        """Return one sentence for each violated invariant of the registry."""
         with self._database.reading() as connection:
             return tuple(find_faults(connection))
 
     def watch(
         self, *, poll_s: float = DEFAULT_POLL_S, on_access: Callable[[], None] | None = None
     ) -> Watch:
-        """Returns a feed of the adapters that change from now on.
+        """Return a feed of the adapters that change from now on.
 
         on_access: called on a thread after keys, shares or tenants have changed.
         """
         return Watch(self._database, poll_s=poll_s, on_access=on_access)
 
     def revision(self) -> int:
-        """Returns the number of the newest change of any name."""
+        """Return the number of the newest change of any name."""
         with self._database.reading() as connection:
             return adapter_rows.newest_revision(connection)
 
@@ -370,14 +370,14 @@ class Registry:
     def daily_usage(
         self, *, tenant: str | None = None, since_day: int, until_day: int
     ) -> list[DailyUsage]:
-        """Returns the usage by day, adapter and key; days count from 1970."""
+        """Return the usage by day, adapter and key; days count from 1970."""
         with self._database.reading() as connection:
             return usage_rows.find_daily(
                 connection, tenant=tenant, since_day=since_day, until_day=until_day
             )
 
     def recent_use(self, *, pool_id: str, seconds: float) -> list[RecentUse]:
-        """Returns what was used on a server in the last seconds, as its receipts say."""
+        """Return what was used on a server in the last seconds, as its receipts say."""
         since = self._clock() - seconds
         with self._database.reading() as connection:
             return receipt_rows.recent_use(connection, pool_id=pool_id, since=since)
@@ -389,7 +389,7 @@ class Registry:
             receipt_rows.add_receipts(connection, receipts)
 
     def receipt(self, receipt_id: str, *, tenant: str | None = None) -> StoredReceipt | None:
-        """Returns a receipt, of one tenant if it is given."""
+        """Return a receipt, of one tenant if it is given."""
         with self._database.reading() as connection:
             return receipt_rows.get_receipt(connection, receipt_id, tenant)
 
@@ -398,14 +398,14 @@ class Registry:
             return receipt_rows.find_receipts(connection, wanted)
 
     def receipt_cids(self) -> set[str]:
-        """Returns the CIDs of all stored receipts."""
+        """Return the CIDs of all stored receipts."""
         with self._database.reading() as connection:
             return receipt_rows.receipt_cids(connection)
 
     def prune_receipts(
         self, *, max_age_s: float | None = None, max_count: int | None = None
     ) -> int:
-        """Removes old receipts and returns their number."""
+        """Remove old receipts and return their number."""
         older_than = None if max_age_s is None else self._clock() - max_age_s
         with self._database.writing() as connection:
             return receipt_rows.prune_receipts(
@@ -482,7 +482,7 @@ class RouteCache:
         return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
 
     def peek(self, reference: Reference) -> Route | None:
-        """Returns the cached route, or None, without a query."""
+        """Return the cached route, or None, without a query."""
         return self._routes.get(reference)
 
     def forget(self, adapters: Iterable[AdapterName]) -> None:
@@ -497,7 +497,7 @@ class RouteCache:
             }
 
     def route(self, reference: Reference) -> Route:
-        """Returns the route from the cache, or from a query that the cache keeps."""
+        """Return the route from the cache, or from a query that the cache keeps."""
         route = self._routes.get(reference)
         if route is not None:
             return route

@@ -88,7 +88,7 @@ class Route:
 
 
 def find_route(connection: Connection, reference: Reference) -> Route:
-    """Returns the route of a reference; raises AdapterNotFound."""
+    """Return the route of a reference; raise AdapterNotFound."""
     if isinstance(reference, CidReference):
         return route_of_cid(connection, reference)
     return route_of_name(connection, reference)
@@ -120,7 +120,7 @@ def route_of_name(connection: Connection, reference: NameReference) -> Route:
 def find_targets(
     connection: Connection, row: adapter_rows.AdapterRow, reference: NameReference
 ) -> tuple[str | None, tuple[Target, ...]]:
-    """Returns the alias and its targets; a plain name means `prod`, or `latest` without one."""
+    """Return the alias and its targets; a plain name means `prod`, or `latest` without one."""
     if reference.version is not None:
         return None, (Target(str(reference.version)),)
     if reference.alias != LATEST:
@@ -166,7 +166,7 @@ def route_of_cid(connection: Connection, reference: CidReference) -> Route:
 def versions_of_cid(
     connection: Connection, reference: CidReference, tenant: str | None
 ) -> list[tuple[AdapterName, Resolved]]:
-    """Returns the versions with a CID that belong to a tenant or are shared with it; None: all."""
+    """Return the versions with a CID that belong to a tenant or are shared with it; None: all."""
     start = CID_PREFIX + reference.digest_start
     is_whole = is_digest(reference.digest_start)
     statement = (

@@ -303,7 +303,7 @@ def open_scripts() -> ScriptDirectory:
 
 
 def is_current(connection: Connection) -> bool:
-    """Returns whether the schema is current; raises RegistryUnavailable if it is too new."""
+    """Return whether the schema is current; raise RegistryUnavailable if it is too new."""
     scripts = open_scripts()
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     found = context.get_current_revision()
@@ -318,7 +318,7 @@ def is_current(connection: Connection) -> bool:
 
 
 def upgrade(connection: Connection) -> None:
-    """Runs the migrations in the caller's transaction, which must exclude other upgrades."""
+    """Run the migrations in the caller's transaction, which must exclude other upgrades."""
     scripts = open_scripts()
 
     def steps(found: Any, _: MigrationContext) -> Any:

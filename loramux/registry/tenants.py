@@ -42,7 +42,7 @@ class SettingChanges:
     require_signed: bool | None = None
 
     def apply(self, settings: TenantSettings) -> TenantSettings:
-        """Returns the changed settings; raises InvalidRequest."""
+        """Return the changed settings; raise InvalidRequest."""
         check_share(self.share)
         given = {"share": self.share, "require_signed": self.require_signed}
         changed = {name: value for name, value in given.items() if value is not None}
@@ -81,7 +81,7 @@ class TenantRecords:
             )
 
     def set(self, name: str, changes: SettingChanges) -> TenantInfo:
-        """Changes the settings of a tenant, which is created if needed."""
+        """Change the settings of a tenant, which is created if needed."""
         check_name(name, "tenant")
         with self._changing(Event(Action.TENANT_SET, name, name, changes.details())) as change:
             connection = change.connection
@@ -92,7 +92,7 @@ class TenantRecords:
             return _info(connection, name)
 
     def set_key_limits(self, key_id: str, limits: Mapping[str, int | None]) -> Limits:
-        """Changes the limits of an API key; None removes one."""
+        """Change the limits of an API key; None removes one."""
         details = SettingChanges(limits=limits).details()
         with self._changing(Event(Action.KEY_LIMITS, "", key_id, details)) as change:
             connection = change.connection
@@ -103,7 +103,7 @@ class TenantRecords:
             return changed
 
     def add_signer(self, tenant: str, public_key: str, *, name: str = "") -> SigningKey:
-        """Accepts signatures of a public key, given in PEM, for pushes of the tenant."""
+        """Accept signatures of a public key, given in PEM, for pushes of the tenant."""
         check_name(tenant, "tenant")
         if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
             raise InvalidRequest(

@@ -21,7 +21,7 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def days_between(since: str | None, until: str | None) -> tuple[int, int]:
-    """Returns first and last day, counted from 1970; by default the last 30 days, in UTC."""
+    """Return first and last day, counted from 1970; by default the last 30 days, in UTC."""
     last = _day(until, "until") if until else datetime.now(UTC).date()
     first = _day(since, "since") if since else last - timedelta(days=DEFAULT_DAYS - 1)
     if first > last:
@@ -39,7 +39,7 @@ def usage_row(usage: DailyUsage) -> dict[str, str | int]:
 
 
 def to_csv(found: Iterable[DailyUsage]) -> str:
-    """Returns rows with a heading; text that a spreadsheet would compute gets a quote."""
+    """Return rows with a heading; text that a spreadsheet would compute gets a quote."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

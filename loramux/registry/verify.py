@@ -39,7 +39,7 @@ def alias_faults(connection: Connection, row: adapter_rows.AdapterRow) -> Iterat
 
 
 def history_faults(connection: Connection) -> Iterator[str]:
-    """Checks that revisions count from 1 without a gap, and that the last one is current."""
+    """Check that revisions count from 1 without a gap, and that the last one is current."""
     columns = alias_states.c
     statement = select(columns.adapter_id, columns.alias, columns.revision, columns.is_current)
     groups: dict[tuple[int, str], list[tuple[int, bool]]] = {}

@@ -76,7 +76,7 @@ class Watch:
         self._changes.put(None)
 
     def next(self, *, timeout_s: float) -> tuple[AdapterName, ...] | None:
-        """Returns the next changed names, or None after a timeout or close()."""
+        """Return the next changed names, or None after a timeout or close()."""
         try:
             while (change := self._changes.get(timeout=timeout_s)) is not None:
                 if change.names:

@@ -73,7 +73,7 @@ def error_answer(status: int, message: str) -> Whole:
 
 
 def lost_event(path: str, content_type: str) -> bytes:
-    """Ends a stream so that no client takes it for complete."""
+    """End a stream so that no client takes it for complete."""
     info = error_info(502, LOST)
     if "ndjson" in content_type:
         return json.dumps({"error": LOST}).encode() + b"\n"

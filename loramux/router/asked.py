@@ -99,7 +99,7 @@ class Asked:
 
 
 async def read_body(receive: Receive, limits: BodyLimits) -> bytes:
-    """Reads a body; raises BodyTooLarge, BodiesTooLarge or ClientLeft.
+    """Read a body; raise BodyTooLarge, BodiesTooLarge or ClientLeft.
 
     The caller gives its size back to the limits.
     """
@@ -124,7 +124,7 @@ async def read_body(receive: Receive, limits: BodyLimits) -> bytes:
 
 
 def make_asked(scope: Scope, body: bytes, *, tenant_header: str = "") -> Asked:
-    """Returns the request of a scope.
+    """Return the request of a scope.
 
     `tenant_header`: in lower case, the header by which the servers tell tenants apart.
     """
@@ -162,7 +162,7 @@ def _headers(scope: Scope) -> list[tuple[str, str]]:
 
 
 def _named(body: bytes, headers: list[tuple[str, str]]) -> _Named:
-    """Returns empty fields where none can be read: the replica says what is wrong."""
+    """Return empty fields where none can be read: the replica says what is wrong."""
     kind = next((value for key, value in headers if key == "content-type"), "")
     if kind.lower().startswith("multipart/form-data"):
         return _form_fields(body, kind)
@@ -175,7 +175,7 @@ def _named(body: bytes, headers: list[tuple[str, str]]) -> _Named:
 
 
 def _form_fields(body: bytes, kind: str) -> _Named:
-    """Reads `model` and `adapters` from the parts of a form, and no files."""
+    """Read `model` and `adapters` from the parts of a form, and no files."""
     found = _BOUNDARY.search(kind)
     if found is None:
         return _Named()
@@ -194,12 +194,12 @@ def _form_fields(body: bytes, kind: str) -> _Named:
 
 
 def adapter_name(body: bytes, headers: list[tuple[str, str]], tenant_header: str = "") -> str:
-    """Returns what a request asks for; empty where nothing can be read."""
+    """Return what a request asks for; empty where nothing can be read."""
     return _adapter_name(_named(body, headers), headers, tenant_header)
 
 
 def _texts(named: _Named, headers: list[tuple[str, str]]) -> Iterator[str]:
-    """Yields every text that may name adapters: which of them counts is the server's matter."""
+    """Yield every text that may name adapters: which of them counts is the server's matter."""
     parameters = named.parameters if isinstance(named.parameters, dict) else {}
     fields = (
         named.model, named.adapters, named.artifact, named.adapter_id, named.lora_path,
@@ -246,7 +246,7 @@ def _sum(adapters: Any) -> str:
 
 
 def credentials(headers: Iterable[tuple[str, str]]) -> set[str]:
-    """Returns the keys that a request names."""
+    """Return the keys that a request names."""
     found = set()
     for name, value in headers:
         if name.lower() == "x-api-key":
@@ -257,5 +257,5 @@ def credentials(headers: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def passed_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Returns the headers of an answer that go to the client."""
+    """Return the headers of an answer that go to the client."""
     return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]

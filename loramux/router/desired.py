@@ -60,7 +60,7 @@ class FileDesired:
     is_shared = True
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidRequest for a file that cannot be read or written."""
+        """Raise InvalidRequest for a file that cannot be read or written."""
         self._path = path
         try:
             with self._locked():
@@ -115,7 +115,7 @@ class _Stored(msgspec.Struct):
 def changed_desired(
     desired: Desired, adapter: DesiredAdapter, if_revision: int
 ) -> tuple[Desired, DesiredAdapter]:
-    """Returns the adapters after a change; raises DesiredConflict."""
+    """Return the adapters after a change; raise DesiredConflict."""
     current = desired.adapters.get(adapter.name)
     if (0 if current is None else current.revision) != if_revision:
         raise DesiredConflict(adapter.name)

@@ -46,7 +46,7 @@ _CID = re.compile(r"[a-z0-9]+:sha256:[0-9a-f]{64}")
 
 
 def key_of_name(name: str) -> str:
-    """Returns the key of a name until an answer has told its CIDs."""
+    """Return the key of a name until an answer has told its CIDs."""
     return blake2b(name.encode(), digest_size=8).hexdigest()
 
 
@@ -132,11 +132,11 @@ class Replica:
         return tier
 
     def seconds(self, keys: Sequence[str], prompt_tokens: float, now: float) -> float:
-        """Returns the expected seconds to the first token: claimed ones, and what exceeded them."""
+        """Return the expected seconds to the first token: claimed ones, and what exceeded them."""
         return self.claimed_seconds(keys, prompt_tokens, now) + self.conduct.excess_s(now)
 
     def claimed_seconds(self, keys: Sequence[str], prompt_tokens: float, now: float) -> float:
-        """Returns the seconds to the first token that follow from the reports."""
+        """Return the seconds to the first token that follow from the reports."""
         load = self.load
         tiers = [self.tier_of(key, now) for key in keys]
         if all(tier == Tier.DEVICE for tier in tiers):
@@ -174,14 +174,14 @@ class Fleet:
         self._homes.clear()
 
     def keys_of(self, name: str) -> tuple[str, ...]:
-        """Returns the keys of a name; empty for the base."""
+        """Return the keys of a name; empty for the base."""
         if not name:
             return ()
         known = self._names.get(name)
         return (key_of_name(name.partition("\0")[0]),) if known is None else known.keys
 
     def learn(self, name: str, cids: str, *, base_digest: str = "") -> None:
-        """Records what a name meant, from an answer: a moved alias is corrected by the next one.
+        """Record what a name meant, from an answer: a moved alias is corrected by the next one.
 
         `cids` is empty for a name of the base. What is no CID is not believed.
         """
@@ -190,19 +190,19 @@ class Fleet:
             self._names.put(name, _Meaning(tuple(map(key_of_cid, found)), base_digest))
 
     def base_of(self, name: str) -> str:
-        """Returns the digest of the base that answered to a name; empty if none has."""
+        """Return the digest of the base that answered to a name; empty if none has."""
         known = self._names.get(name)
         return "" if known is None else known.base_digest
 
     def move(self, names: Collection[str], keys: tuple[str, ...]) -> None:
-        """Records that these names of all callers now mean another adapter."""
+        """Record that these names of all callers now mean another adapter."""
         for known in [known for known in self._names if known.partition("\0")[0] in names]:
             self._names.put(known, _Meaning(keys, self.base_of(known)))
         for name in names:
             self._names.put(name, _Meaning(keys, self.base_of(name)))
 
     def apply(self, replica: Replica, report: ResidencyReport, *, now: float, own: int) -> None:
-        """Applies a report; raises Gap.
+        """Apply a report; raise Gap.
 
         `own`: requests of this router that were open when the report was asked for.
         """
@@ -234,12 +234,12 @@ class Fleet:
         replica.own_reported, replica.reported_s = own, now
 
     def without_report(self, replica: Replica) -> None:
-        """Records that what a replica reports cannot be used: nothing is known of it."""
+        """Record that what a replica reports cannot be used: nothing is known of it."""
         self._forget_tiers(replica)
         replica.state, replica.generation = State.UNKNOWN, -1
 
     def usable(self, now: float) -> list[Replica]:
-        """Returns the replicas that take requests; where there are none, those that might."""
+        """Return the replicas that take requests; where there are none, those that might."""
         replicas = self.replicas.values()
         ready = [r for r in replicas if r.state is State.READY and r.failed_until <= now]
         heard = [r for r in ready if now - r.reported_s <= SILENT_S]
@@ -249,7 +249,7 @@ class Fleet:
         return found or [r for r in replicas if r.state not in _LEAVING] or list(replicas)
 
     def ranked(self, name: str, *, prompt_tokens: float = 200, now: float) -> Iterator[Replica]:
-        """Yields replicas, the one with the fewest expected seconds first, each once."""
+        """Yield replicas, the one with the fewest expected seconds first, each once."""
         keys = self.keys_of(name)
         usable = self.usable(now)
         if any(replica.lacking for replica in usable):
@@ -276,7 +276,7 @@ class Fleet:
         yield from sorted(rest, key=lambda r: r.load)
 
     def homes(self, name: str, *, now: float, count: int = 2) -> list[Replica]:
-        """Returns where an adapter belongs by its hash."""
+        """Return where an adapter belongs by its hash."""
         return self.homes_of(self.keys_of(name), now=now, count=count)
 
     def homes_of(self, keys: Sequence[str], *, now: float, count: int) -> list[Replica]:
@@ -284,7 +284,7 @@ class Fleet:
         return self._in_hash_order(keys, usable)[:count]
 
     def holders(self, name: str, *, now: float) -> list[Replica]:
-        """Returns the ready replicas that have the adapter on the device or in host memory."""
+        """Return the ready replicas that have the adapter on the device or in host memory."""
         keys = self.keys_of(name)
         return [
             r
@@ -306,7 +306,7 @@ class Fleet:
         replica.conduct.is_probed = False
 
     def judge(self, replica: Replica, *, is_fault: bool, now: float) -> None:
-        """Records whether an answer was a fault of the replica, which several in a row eject."""
+        """Record whether an answer was a fault of the replica, which several in a row eject."""
         if not is_fault:
             replica.conduct.good(now)
             return
@@ -332,7 +332,7 @@ class Fleet:
         return sorted(replicas, key=lambda r: _mixed(r.salt, number), reverse=True)
 
     def _worth_comparing(self, keys: Sequence[str], usable: Sequence[Replica]) -> list[Replica]:
-        """Returns the holders, the homes by hash, and the least loaded replicas."""
+        """Return the holders, the homes by hash, and the least loaded replicas."""
         chosen: dict[str, Replica] = {}
         for key in keys:
             chosen |= self._holders.get(key, {})

@@ -53,7 +53,7 @@ class Followers:
         """Names of the replicas whose last report could not be used."""
 
     async def run(self) -> None:
-        """Looks for members until it is cancelled."""
+        """Look for members until it is cancelled."""
         try:
             while True:
                 try:
@@ -69,7 +69,7 @@ class Followers:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def look(self) -> None:
-        """Starts to follow new members, and forgets those that are gone."""
+        """Start to follow new members, and forget those that are gone."""
         current = await self._members.current()
         for name in [name for name in self._tasks if name not in current]:
             self._tasks.pop(name).cancel()
@@ -126,7 +126,7 @@ class Followers:
         self._fleet.without_report(replica)
 
     def _miss(self, replica: Replica, error: Exception) -> None:
-        """Records that a replica sent no report."""
+        """Record that a replica sent no report."""
         if not isinstance(error.__cause__, TimeoutError):
             # It does not listen, or not to this router; one that is silent may just be slow.
             if replica.state is not State.UNKNOWN:

@@ -124,7 +124,7 @@ def _has_failed(task: asyncio.Task[Whole]) -> bool:
 
 
 def _decoded(answer: Whole) -> dict[str, Any] | None:
-    """Returns the list of an answer; None for one that is no list."""
+    """Return the list of an answer; None for one that is no list."""
     if answer.status != 200:
         return None
     try:
@@ -144,7 +144,7 @@ def _merged_models(good: Sequence[tuple[Replica, dict[str, Any]]]) -> list[dict[
 
 
 def _merged_adapters(good: Sequence[tuple[Replica, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns each adapter once: its fastest tier, sums of its counters, its tier by replica."""
+    """Return each adapter once: its fastest tier, sums of its counters, its tier by replica."""
     merged: dict[str, dict[str, Any]] = {}
     for replica, told in good:
         for entry in told["data"]:

@@ -24,11 +24,11 @@ class Members(Protocol):
     """Knows the URLs of the replicas by name; names are hashed and should outlive restarts."""
 
     async def current(self) -> dict[str, str]:
-        """Returns URL by name."""
+        """Return URL by name."""
         ...
 
     async def changed(self, timeout_s: float) -> None:
-        """Returns when there may be other members than before, or after the timeout."""
+        """Return when there may be other members than before, or after the timeout."""
         ...
 
 
@@ -115,7 +115,7 @@ class JoinedMembers(PolledMembers):
 
 
 def find_members(given: Sequence[str]) -> Members:
-    """Returns the members of URLs and of dns:// names; raises InvalidRequest."""
+    """Return the members of URLs and of dns:// names; raise InvalidRequest."""
     if not given:
         raise InvalidRequest("Name the replicas: --replicas http://HOST:PORT or dns://HOST:PORT.")
     names = [one for one in given if one.startswith(DNS_PREFIX)]

@@ -35,7 +35,7 @@ class Prewarmer:
         self._names: dict[str, str] = {}
 
     def used(self, name: str, cids: str) -> None:
-        """Counts an answer; `cids` are joined by commas, and empty for the base."""
+        """Count an answer; `cids` are joined by commas, and empty for the base."""
         for cid in filter(None, cids.split(",")):
             self._uses[cid] = self._uses.get(cid, 0) + 1
             if "," not in cids and "\0" not in name:
@@ -45,7 +45,7 @@ class Prewarmer:
             self._names = {cid: name for cid, name in self._names.items() if cid in self._uses}
 
     def missing(self, replica: Replica, now: float) -> list[str]:
-        """Returns the CIDs that belong on a replica and are not in its memory, busiest first."""
+        """Return the CIDs that belong on a replica and are not in its memory, busiest first."""
         busiest = sorted(self._uses, key=lambda cid: -self._uses[cid])[:MAX_BUSIEST]
         return [
             cid
@@ -55,7 +55,7 @@ class Prewarmer:
         ][:MAX_WARMED]
 
     async def warm(self, replica: Replica) -> int:
-        """Loads what is missing, one after another; returns how many were loaded."""
+        """Load what is missing, one after another; return how many were loaded."""
         num_loaded = 0
         for cid in self.missing(replica, time.monotonic()):
             if replica.state is not State.READY:
@@ -70,7 +70,7 @@ class Prewarmer:
         return num_loaded
 
     async def _load(self, replica: Replica, name: str) -> int:
-        """Returns the status; 0: there was no answer."""
+        """Return the status; 0: there was no answer."""
         url = f"{replica.url}/v1/adapters/{quote(name, safe='/@')}/warm"
         try:
             async with self._upstream.ask(

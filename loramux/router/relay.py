@@ -169,7 +169,7 @@ class Relay:
         refusals: list[_Refusal],
         expected: Expectation,
     ) -> bool:
-        """Returns whether the request was answered; else the refusal is added."""
+        """Return whether the request was answered; else the refusal is added."""
         for is_second in (False, True):
             told = replace(asked, headers=[*asked.headers, (EXPECT_HEADER, expected.header)])
             refusal = await self._attempt(
@@ -237,7 +237,7 @@ class Relay:
     async def _attempt(
         self, asked: Asked, replica: Replica, send: Send, expected: Expectation, *, attempt: int
     ) -> _Refusal | None:
-        """Returns the refusal of a replica after which another may be asked, else None."""
+        """Return the refusal of a replica after which another may be asked, else None."""
         begun = _Begun()
         with self._opened(replica, asked.name):
             try:
@@ -364,7 +364,7 @@ class _Begun:
         self.last = b""
 
     async def end(self, asked: Asked, send: Send) -> None:
-        """Ends an answer that was lost so that it cannot be taken for complete."""
+        """End an answer that was lost so that it cannot be taken for complete."""
         if not self.content_type.startswith(_STREAM_TYPES):
             raise Cut
         gap = b"" if self.last.endswith(b"\n") or not self.last else b"\n\n"
@@ -402,7 +402,7 @@ def _is_stream(answer: Answer) -> bool:
 
 
 def _worst(refusals: list[Whole]) -> Whole:
-    """Returns what to say when every replica has refused."""
+    """Return what to say when every replica has refused."""
     if not refusals:
         return error_answer(503, "No replica can take this request now.")
     if all(refusal.status == 429 for refusal in refusals):

@@ -75,7 +75,7 @@ class RegistryNames:
         self._registry.close()
 
     async def resolve(self, asked: Asked, fleet: Fleet) -> Asked:
-        """Returns the request with versions in place of aliases, and tells the fleet their CIDs."""
+        """Return the request with versions in place of aliases, and tell the fleet their CIDs."""
         if asked.method != "POST" or not asked.is_repeatable or "/" not in asked.name:
             return asked
         try:
@@ -100,7 +100,7 @@ class RegistryNames:
     async def _field(
         self, raw: msgspec.Raw, asked: Asked, found: dict[str, Resolved | None]
     ) -> object:
-        """Returns the value of a field with exact names, or as it was."""
+        """Return the value of a field with exact names, or as it was."""
         try:
             if bytes(raw).lstrip()[:1] == b"[":
                 return [await self._text(text, asked, found) for text in _TEXTS.decode(raw)]
@@ -115,7 +115,7 @@ class RegistryNames:
         return text if resolved is None else _exact(resolved)
 
     async def _find(self, text: str, asked: Asked) -> Resolved | None:
-        """Returns None for what has a version, is unknown, is split, or is not the caller's."""
+        """Return None for what has a version, is unknown, is split, or is not the caller's."""
         try:
             reference = self._registry.parse(text)
         except LoramuxError:

@@ -65,7 +65,7 @@ class RollOut:
         return await self._settled(changed, name, str(body.get("alias", "prod")))
 
     async def _warm(self, asked: Asked, name: str) -> Whole:
-        """Loads an adapter where its hash places it and where it is; stops at a failure."""
+        """Load an adapter where its hash places it and where it is; stop at a failure."""
         target = f"{_PREFIX}{quote(unquote(name), safe='/@')}/warm"
         warm = replace(asked, method="POST", target=target, path=target, body=b"{}")
         entry: dict[str, Any] = {}
@@ -98,7 +98,7 @@ class RollOut:
         return error_answer(503, "No replica is ready.")
 
     async def _settled(self, changed: Whole, name: str, alias: str) -> Whole:
-        """Waits until all ready replicas have dropped what the names meant before."""
+        """Wait until all ready replicas have dropped what the names meant before."""
         told = json.loads(changed.body)
         revision = int(changed.header(REVISION_HEADER) or 0)
         deadline = time.monotonic() + _SETTLE_S

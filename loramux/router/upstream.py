@@ -46,7 +46,7 @@ class Answer:
         return [v.decode("latin-1") for n, v in self.headers if n.lower() == name]
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yields bytes as they come; raises Broken."""
+        """Yield bytes as they come; raise Broken."""
         try:
             async for chunk in self._response.content.iter_any():
                 yield chunk
@@ -54,7 +54,7 @@ class Answer:
             raise Broken(str(error) or type(error).__name__) from error
 
     async def whole(self, max_bytes: int | None = None) -> bytes:
-        """Returns the body; raises Broken, also for one that is larger."""
+        """Return the body; raise Broken, also for one that is larger."""
         pieces, size = [], 0
         async for chunk in self.chunks():
             size += len(chunk)
@@ -96,7 +96,7 @@ class Upstream:
         body: bytes | None = None,
         timeout_s: float | None = None,
     ) -> AbstractAsyncContextManager[Answer]:
-        """Sends a request; raises Unreachable if no answer begins."""
+        """Send a request; raise Unreachable if no answer begins."""
         return self._ask(method, url, list(headers), body, timeout_s)
 
     @asynccontextmanager

@@ -62,7 +62,7 @@ def choose_device(wanted: str = AUTO) -> DeviceChoice:
 
 
 def _usable_gpu(wanted: str) -> Gpu | GpuFault:
-    """The first GPU that meets `wanted` and can be used, or what is wrong with the first."""
+    """Return the first GPU that meets `wanted` and can be used, or what is wrong with the first."""
     gpus = visible_gpus()
     if isinstance(gpus, GpuFault):
         return gpus

@@ -83,7 +83,7 @@ class Admission:
         return Counter(self._retained_cids)
 
     def leave(self, sequence: Sequence) -> None:
-        """Removes a sequence that has ended from its queue."""
+        """Remove a sequence that has ended from its queue."""
         self.waiting.remove(sequence)
         self._adapters.remove_waiters(sequence.cids)
         self._release_reservation()

@@ -12,7 +12,7 @@ def token_event(
     reason: FinishReason | None,
     logprob: TokenLogprob | None = None,
 ) -> TokenEvent:
-    """Builds the event of the token that was appended to the sequence's output last."""
+    """Build the event of the token that was appended to the sequence's output last."""
     is_first = len(sequence.output_token_ids) == 1
     is_stop = reason is FinishReason.STOP
     ends_grammar = sequence.constraint is not None and not ends_answer(sequence, token_id)
@@ -30,7 +30,7 @@ def token_event(
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Returns why the sequence ends with its newest token, `token_id`, or None if it goes on."""
+    """Return why the sequence ends with its newest token, `token_id`, or None if it goes on."""
     is_complete = sequence.constraint is not None and sequence.constraint.is_complete
     if is_complete or ends_answer(sequence, token_id):
         return FinishReason.STOP
@@ -38,7 +38,7 @@ def finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
 
 
 def ends_answer(sequence: Sequence, token_id: int) -> bool:
-    """Returns whether the token is a stop token, which is not part of the answer's text."""
+    """Return whether the token is a stop token, which is not part of the answer's text."""
     request, params = sequence.request, sequence.request.params
     if token_id in params.stop_token_ids:
         return True
@@ -48,7 +48,7 @@ def ends_answer(sequence: Sequence, token_id: int) -> bool:
 
 
 def full_event(sequence: Sequence) -> TokenEvent:
-    """Builds the end of a sequence for which the pool has no more pages."""
+    """Build the end of a sequence for which the pool has no more pages."""
     if sequence.request.pooling is not None:
         message = (
             f"The pool has no more pages for the prompt of {len(sequence.prompt_token_ids)} "
@@ -59,7 +59,7 @@ def full_event(sequence: Sequence) -> TokenEvent:
 
 
 def end_event(sequence: Sequence) -> TokenEvent:
-    """Builds the end of a sequence without a token: max_tokens is 0, or the pool is full."""
+    """Build the end of a sequence without a token: max_tokens is 0, or the pool is full."""
     is_first = not sequence.output_token_ids
     is_pooled = sequence.request.pooling is not None
     return TokenEvent(
@@ -86,7 +86,7 @@ def error_event(sequence: Sequence, code: str, message: str) -> TokenEvent:
 
 
 def numeric_message(sequence: Sequence, reason: str) -> str:
-    """Returns the error of a sequence that has no valid token."""
+    """Return the error of a sequence that has no valid token."""
     cids = sequence.cids
     if not cids:
         return f"The base model has no token for this request: {reason}. Check its weights."
@@ -111,7 +111,7 @@ def timeout_event(sequence: Sequence) -> TokenEvent:
 
 
 def refusal_events(request: Request, error: Exception) -> list[TokenEvent]:
-    """Builds the ends of all choices of a request that was refused after its arrival."""
+    """Build the ends of all choices of a request that was refused after its arrival."""
     return [
         TokenEvent(
             request_id=request.request_id,

@@ -95,7 +95,7 @@ class _MinCounter:
         heapq.heappush(self._heap, (client.counter, next(self._number), client))
 
     def counter(self, other_than: Client) -> float | None:
-        """Returns the lowest counter of the other active clients; None if there is no other."""
+        """Return the lowest counter of the other active clients; None if there is no other."""
         own = None
         found = None
         while self._heap and found is None:
@@ -125,7 +125,7 @@ class ClientTable:
         self._last_counter = 0.0
 
     def add_waiting(self, key: Hashable, share: float) -> Client:
-        """Counts one more waiting sequence; applies R3 to a client that had none."""
+        """Count one more waiting sequence; apply R3 to a client that had none."""
         client = self._active.get(key)
         if client is None:
             client = self._active[key] = Client(
@@ -144,7 +144,7 @@ class ClientTable:
         client.counter = max(client.counter, self._last_counter if lowest is None else lowest)
 
     def remove_if_idle(self, key: Hashable) -> bool:
-        """Removes a client of which no sequence waits or runs; returns whether it was removed."""
+        """Remove a client of which no sequence waits or runs; return whether it was removed."""
         client = self._active[key]
         if client.num_waiting or client.num_running:
             return False
@@ -181,15 +181,15 @@ class Clients:
         adapter.counter += cost / adapter.share
 
     def start(self) -> None:
-        """Counts a sequence that leaves the queue for the batch."""
+        """Count a sequence that leaves the queue for the batch."""
         self._count(waiting=-1, running=1)
 
     def stop(self) -> None:
-        """Counts a sequence that returns from the batch to the queue."""
+        """Count a sequence that returns from the batch to the queue."""
         self._count(waiting=1, running=-1)
 
     def leave(self, *, is_running: bool) -> None:
-        """Counts a sequence that has ended."""
+        """Count a sequence that has ended."""
         self._count(waiting=is_running - 1, running=-is_running)
 
     def _count(self, *, waiting: int, running: int) -> None:
@@ -207,7 +207,7 @@ class FairShares:
         self._adapters: dict[str, ClientTable] = {}
 
     def arrive(self, request: SharedRequest) -> Clients:
-        """Counts a waiting sequence of the request."""
+        """Count a waiting sequence of the request."""
         adapters = self._adapters.setdefault(request.tenant, ClientTable(self._num_protected_slots))
         return Clients(
             self._tenants.add_waiting(request.tenant, request.tenant_share),
@@ -290,7 +290,7 @@ def _has_victim(client: Client, others: list[tuple[float, Client]]) -> bool:
 
 
 def check_shares(request: Request) -> None:
-    """Raises InvalidRequest for shares or a timeout that are not positive and finite."""
+    """Raise InvalidRequest for shares or a timeout that are not positive and finite."""
     numbers = {
         "tenant_share": request.tenant_share,
         "adapter_share": request.adapter_share,

@@ -49,7 +49,7 @@ class AdapterQueue:
         return self._sequences[0].clients
 
     def add(self, sequence: Sequence) -> None:
-        """Appends a new sequence; puts a preempted one back to its old position."""
+        """Append a new sequence; put a preempted one back to its old position."""
         insort(self._sequences, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
@@ -96,7 +96,7 @@ class WaitingQueues:
             del self._queues[_key(sequence)]
 
     def next_queues(self, count: int) -> list[AdapterQueue]:
-        """Returns the next queues in round-robin order."""
+        """Return the next queues in round-robin order."""
         keys = list(islice(self._queues, count))
         for key in keys:
             self._queues[key] = self._queues.pop(key)

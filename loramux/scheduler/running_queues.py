@@ -40,7 +40,7 @@ class RunningQueues:
             self.add(queue)
 
     def add(self, queue: AdapterQueue) -> None:
-        """Adds a new queue, or one that was popped and is not empty."""
+        """Add a new queue, or one that was popped and is not empty."""
         if not queue:
             return
         missing = self._batch.first_missing(queue.head.cids)
@@ -59,7 +59,7 @@ class RunningQueues:
             heapq.heappush(self._tenants, (tenant.counter, queue.head.sequence_id, tenant))
 
     def adapters_started(self, cids: Iterable[str]) -> None:
-        """Updates the pass after a sequence with these adapters was admitted."""
+        """Update the pass after a sequence with these adapters was admitted."""
         for cid in cids:
             for queue in self._by_missing.pop(cid, ()):
                 self.add(queue)
@@ -95,7 +95,7 @@ class RunningQueues:
             heapq.heappush(by_length, (-len(queue), queue.head.sequence_id, queue))
 
     def _pop_of(self, tenant: Client, limit: float) -> AdapterQueue | None:
-        """Returns the tenant's first queue with an adapter counter below the limit."""
+        """Return the tenant's first queue with an adapter counter below the limit."""
         queues = self._by_tenant.get(tenant)
         while queues is not None and (queue := queues.pop()) is not None:
             if not self._batch.runs_all(queue.head.cids):
@@ -108,7 +108,7 @@ class RunningQueues:
         return None
 
     def _pop_of_others(self, own: Client) -> AdapterQueue | None:
-        """Returns the first queue of the other tenants with a lead below MAX_TENANT_LEAD."""
+        """Return the first queue of the other tenants with a lead below MAX_TENANT_LEAD."""
         found, put_back = None, []
         while found is None and self._tenants:
             counter, unique, tenant = self._tenants[0]

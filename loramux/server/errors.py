@@ -110,7 +110,9 @@ ErrorShape = Callable[[Exception], Response]
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """The error as the client sees it; the text of an unexpected error goes to the log only."""
+    """Return the error as the client sees it; the text of an unexpected error goes to
+    the log only.
+    """
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
         message: str = getattr(error, "client_message", None) or str(error)
@@ -129,7 +131,7 @@ def error_response(error: Exception) -> Response:
 
 
 def shaped_response(error: Exception, body: object, status: int) -> Response:
-    """An error's body with the headers that say when to retry."""
+    """Return an error's body with the headers that say when to retry."""
     headers = dict(getattr(error, "headers", None) or {})
     retry_after_s = _retry_after_s(error)
     if retry_after_s is not None:

@@ -63,7 +63,7 @@ class Secret:
 
 
 def scrub(text: str, secrets: Iterable[Secret]) -> str:
-    """Replaces the secrets in a text, also in their URL-encoded and header forms."""
+    """Replace the secrets in a text, also in their URL-encoded and header forms."""
     forms = {form for secret in secrets for form in written_forms(secret.reveal())}
     # The longest secret comes first, because it may contain another.
     for form in sorted(forms, key=len, reverse=True):
@@ -250,7 +250,7 @@ def entry_matches(entry: str, scheme: str, host: str, port: int) -> bool:
 
 
 def read_environment(environment: Mapping[str, str], config: SourceConfig) -> SourceConfig:
-    """Returns the config with unset fields filled from environment variables."""
+    """Return the config with unset fields filled from environment variables."""
 
     def text(*names: str) -> str | None:
         return next((environment[name] for name in names if environment.get(name)), None)
@@ -301,7 +301,7 @@ def first(given: T | None, found: T | None) -> T | None:
 
 
 def source_config(config: ServeConfig, environment: Mapping[str, str] = os.environ) -> SourceConfig:
-    """Returns the source settings of a server, completed from environment variables."""
+    """Return the source settings of a server, completed from environment variables."""
     buckets = config.allowed_buckets or None
     found = SourceConfig(
         allowed_roots=tuple(map(Path, config.allowed_roots)),

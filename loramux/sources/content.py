@@ -99,7 +99,7 @@ def max_bytes_of(name: str, max_file_bytes: int) -> int:
 def check_sizes(
     files: Mapping[str, RemoteFile], *, max_file_bytes: int, max_total_bytes: int
 ) -> None:
-    """Checks the sizes that the source reports, before files are fetched."""
+    """Check the sizes that the source reports, before files are fetched."""
     for name, file in files.items():
         allowed_bytes = max_bytes_of(name, max_file_bytes)
         if (file.size_bytes or 0) > allowed_bytes:
@@ -110,7 +110,7 @@ def check_sizes(
 
 
 def check_file(path: Path, file: RemoteFile, expected_sha256: str | None) -> str:
-    """Checks a complete file against its source's checksum; returns its SHA-256."""
+    """Check a complete file against its source's checksum; return its SHA-256."""
     size_bytes = path.stat().st_size
     sha256, second = hashlib.sha256(), second_hash(file.checksum, size_bytes)
     with path.open("rb") as reader:
@@ -130,7 +130,7 @@ def check_file(path: Path, file: RemoteFile, expected_sha256: str | None) -> str
 
 
 def second_hash(checksum: Checksum | None, size_bytes: int) -> hashlib._Hash | None:
-    """Returns the hash for a checksum other than SHA-256, which is always computed."""
+    """Return the hash for a checksum other than SHA-256, which is always computed."""
     if checksum is None or checksum.algorithm == "sha256":
         return None
     if checksum.algorithm == "git":

@@ -74,7 +74,7 @@ class PartialFile:
         return os.pread(self._descriptor, num_bytes, 0)
 
     def save(self) -> None:
-        """Syncs the data to disk, then writes the state that describes it."""
+        """Sync the data to disk, then write the state that describes it."""
         if self._state["validator"] is None:
             return
         parts = [[part.start, part.end, part.done_bytes] for part in self.parts]
@@ -93,7 +93,7 @@ class PartialFile:
 
 
 def split_parts(part_bytes: int | None, size_bytes: int | None) -> list[Part]:
-    """Splits a file into parts; without part_bytes, the file is one part."""
+    """Split a file into parts; without part_bytes, the file is one part."""
     if part_bytes is None or size_bytes is None:
         return [Part(0, size_bytes)]
     starts = range(0, max(size_bytes, 1), part_bytes)
@@ -101,7 +101,7 @@ def split_parts(part_bytes: int | None, size_bytes: int | None) -> list[Part]:
 
 
 def read_parts(path: Path, state_path: Path, state: dict[str, Any]) -> list[Part]:
-    """Returns the parts of an earlier attempt at the same content, or none."""
+    """Return the parts of an earlier attempt at the same content, or none."""
     try:
         found = json.loads(state_path.read_bytes())
         parts = [Part(*entry) for entry in found.pop("parts")]
@@ -152,7 +152,7 @@ class Staging:
             folder.mkdir()
 
     def commit(self, names: frozenset[str]) -> None:
-        """Renames the staging folder to the target with exactly these files."""
+        """Rename the staging folder to the target with exactly these files."""
         for path in self._files.iterdir():
             if path.name not in names:
                 path.unlink()
@@ -201,7 +201,7 @@ def is_still_at(descriptor: int, path: Path) -> bool:
 
 
 def any_entry(path: Path) -> bool:
-    """Returns whether the path is a non-empty folder, or not a folder."""
+    """Return whether the path is a non-empty folder, or not a folder."""
     return not path.is_dir() or next(path.iterdir(), None) is not None
 
 
@@ -271,7 +271,7 @@ class Download:
         self._is_start_checked = False
 
     def run(self, *, max_bytes: int) -> None:
-        """Downloads the file; after an exception, a later call resumes it."""
+        """Download the file; after an exception, a later call resumes it."""
         if not self._partial.parts:
             part_bytes = self._limits.part_bytes if self._file.can_seek else None
             self._partial.start_over(part_bytes, self._file.size_bytes)
@@ -330,7 +330,7 @@ class Download:
                 backoff.wait(error)
 
     def _read_on(self, part: Part, max_bytes: int) -> bool:
-        """Reads until the part is complete; returns False if the download was stopped."""
+        """Read until the part is complete; return False if the download was stopped."""
         with self._origin.read(self._file, part.position, part.end) as chunks:
             for chunk in chunks:
                 self._deadline.check()

@@ -58,7 +58,7 @@ class Fetcher:
         progress: Callable[[Progress], None] | None = None,
         expected_sha256: Mapping[str, str] | None = None,
     ) -> Fetched:
-        """Fetches a source into a new folder.
+        """Fetch a source into a new folder.
 
         Raises the Source errors, InvalidRequest if the folder exists, and StoreFull. After a
         temporary failure the partial files stay beside the folder, and the next fetch of the same
@@ -119,7 +119,7 @@ class FetchJob:
         )
 
     def _fetch_unchanged(self, origin: Origin, staging: Staging) -> dict[str, str]:
-        """Fetches the files, and starts again if the source changes during the fetch."""
+        """Fetch the files, and starts again if the source changes during the fetch."""
         backoff = Backoff(self.deadline, max_attempts=self.limits.max_attempts)
         while True:
             try:
@@ -129,7 +129,7 @@ class FetchJob:
                 backoff.wait(error)
 
     def _fetch_files(self, origin: Origin, staging: Staging) -> dict[str, str]:
-        """Downloads and checks all files in the staging folder; returns their SHA-256."""
+        """Download and check all files in the staging folder; return their SHA-256."""
         files = retrying(
             lambda: find_adapter(self.source, origin),
             self.deadline,
@@ -169,7 +169,7 @@ class FetchJob:
 
 
 def may_succeed_later(error: BaseException) -> bool:
-    """Returns whether a later attempt may succeed and resume the download."""
+    """Return whether a later attempt may succeed and resume the download."""
     if isinstance(error, SourceFailed):
         return error.is_temporary
     return not isinstance(error, LoramuxError)
@@ -183,7 +183,7 @@ def fetched(
     *,
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[Path]:
-    """Yields a folder with the files of the source, which exists inside the context."""
+    """Yield a folder with the files of the source, which exists inside the context."""
     area.mkdir(mode=0o700, parents=True, exist_ok=True)
     sweep(area, older_than=time.time() - ABANDONED_S)
     with held(area / source.slug) as place, fetching(place, area) as folder:
@@ -210,7 +210,7 @@ def fetching(place: Path | None, area: Path) -> Iterator[Path]:
 
 @contextmanager
 def held(place: Path) -> Iterator[Path | None]:
-    """Yields the folder, locked for this process, or None if another process has it."""
+    """Yield the folder, locked for this process, or None if another process has it."""
     place.mkdir(mode=0o700, exist_ok=True)
     path = place / LOCK_NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

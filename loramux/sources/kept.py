@@ -33,7 +33,7 @@ class KeptAdapters:
         self._area = area
 
     def folder(self, text: str, *, progress: Callable[[Progress], None] | None = None) -> Path:
-        """Returns a folder with the source's files; raises the Source errors.
+        """Return a folder with the source's files; raise the Source errors.
 
         They are fetched if they are not here or have changed at the source. If the source cannot
         be reached, the files that were used last are returned. A commit of the hub never changes,
@@ -59,7 +59,7 @@ class KeptAdapters:
         return folder
 
     def _version(self, source: SourceId) -> str:
-        """Returns a digest of what the origin says about the files; equal for equal files."""
+        """Return a digest of what the origin says about the files; equal for equal files."""
         limits = self._config.limits
         deadline = Deadline(limits.timeout_s, SYSTEM_TIMING)
         try:
@@ -78,7 +78,7 @@ class KeptAdapters:
 
 
 def newest(place: Path) -> Path | None:
-    """Returns the version that was used last."""
+    """Return the version that was used last."""
     if not place.is_dir():
         return None
     found = [path for path in place.iterdir() if VERSION.fullmatch(path.name)]

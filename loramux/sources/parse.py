@@ -39,17 +39,17 @@ HUB_FORM = "Write it as hf:owner/name, hf:owner/name@revision or hf:owner/name@r
 
 
 def is_remote(text: str) -> bool:
-    """Returns whether the id names a remote source instead of a local folder."""
+    """Return whether the id names a remote source instead of a local folder."""
     return text.startswith(REMOTE_PREFIXES)
 
 
 def lasting_name(text: str, folder: Path, config: SourceConfig) -> str:
-    """Returns the name by which the files of the folder can be fetched again later."""
+    """Return the name by which the files of the folder can be fetched again later."""
     return str(parse_source(text, config)) if is_remote(text) else str(folder.resolve())
 
 
 def parse_source(text: str, config: SourceConfig, *, adapter_source: str | None = None) -> SourceId:
-    """Parses an id; `adapter_source` is LoRAX's `hub`, `local`, `s3` or `pbase`, if given."""
+    """Parse an id; `adapter_source` is LoRAX's `hub`, `local`, `s3` or `pbase`, if given."""
     if not text or len(text) > MAX_ID_CHARS:
         raise bad_form(f"An id has 1 to {MAX_ID_CHARS} characters, not {len(text)}.", fix=FORMS)
     if has_invalid_characters(text) or "\\" in text:
@@ -104,7 +104,7 @@ def parse_local(text: str, config: SourceConfig) -> SourceId:
 
 
 def parse_hub(text: str, config: SourceConfig) -> SourceId:
-    """Parses `hf:owner/name[@revision][:file]`; `hf:` may be omitted."""
+    """Parse `hf:owner/name[@revision][:file]`; `hf:` may be omitted."""
     plain = text.removeprefix("hf:").removeprefix("//")
     repository, _, path = plain.partition(":")
     name, at, revision = repository.partition("@")
@@ -134,7 +134,7 @@ def parse_bucket(text: str, config: SourceConfig) -> SourceId:
 
 
 def parse_bucket_url(text: str) -> SourceId:
-    """Parses the URL of a bucket that the server's settings name, without the allow list."""
+    """Parse the URL of a bucket that the server's settings name, without the allow list."""
     scheme, _, rest = text.partition("://")
     bucket, _, path = rest.partition("/")
     kind = next((kind for kind in BUCKET_KINDS if kind == scheme.lower()), None)
@@ -175,7 +175,7 @@ def parse_http(text: str, config: SourceConfig) -> SourceId:
 
 
 def split_url(text: str) -> SplitResult:
-    """Splits an http(s) URL; refuses parts other than scheme, host, port and path."""
+    """Split an http(s) URL; refuse parts other than scheme, host, port and path."""
     fix = "Write https://host/folder; credentials belong in the server's settings."
     try:
         url = urlsplit(text)
@@ -196,7 +196,7 @@ def url_port(url: SplitResult) -> int:
 
 
 def parse_lorax_s3(text: str, config: SourceConfig) -> SourceId:
-    """Parses `s3://bucket/folder`, `folder` in the default bucket, or `bucket/folder`."""
+    """Parse `s3://bucket/folder`, `folder` in the default bucket, or `bucket/folder`."""
     plain = text.removeprefix("s3://")
     if plain == text and config.s3.default_bucket is not None:
         plain = f"{config.s3.default_bucket}/{text}"

@@ -86,7 +86,7 @@ def retrying(action: Callable[[], T], deadline: Deadline, *, max_attempts: int) 
 
 
 def parse_retry_after(text: str | None, clock: Callable[[], float] = time.time) -> float | None:
-    """Parses a Retry-After header, which is a number of seconds or a date; else None."""
+    """Parse a Retry-After header, which is a number of seconds or a date; else None."""
     if text is None:
         return None
     try:

@@ -68,7 +68,7 @@ class SourceId:
 
 
 def split_path(path: str, *, what: str) -> tuple[str, ...]:
-    """Splits a path into its names; one slash at the end is ignored."""
+    """Split a path into its names; one slash at the end is ignored."""
     if not path:
         return ()
     segments = tuple(path.removesuffix("/").split("/"))
@@ -92,7 +92,7 @@ def has_invalid_characters(text: str) -> bool:
 
 
 def split_weights(segments: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
-    """Splits the segments into the folder and the name of a single weights file, if any."""
+    """Split the segments into the folder and the name of a single weights file, if any."""
     last = segments[-1] if segments else ""
     lowered = last.lower()
     if lowered.endswith(WEIGHTS_SUFFIX) and lowered != WEIGHTS_SUFFIX:

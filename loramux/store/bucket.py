@@ -41,7 +41,7 @@ class ObjectTier:
         timing: Timing = SYSTEM_TIMING,
         sink: ByteSink = SILENT,
     ) -> None:
-        """Takes a URL such as `s3://bucket/folder`, `gs://…` or `az://…`."""
+        """Take a URL such as `s3://bucket/folder`, `gs://…` or `az://…`."""
         place = parse_bucket_url(url)
         self._prefix = place.folder
         self._bucket = f"{place.kind}://{place.place}"
@@ -68,7 +68,7 @@ class ObjectTier:
             return False
 
     def get(self, key: str, destination: Path, *, max_bytes: int) -> bool:
-        """Downloads an object; returns False if it is absent or larger than max_bytes."""
+        """Download an object; return False if it is absent or larger than max_bytes."""
         try:
             return self._retrying(lambda: self._download(key, destination, max_bytes))
         except SourceNotFound:
@@ -88,7 +88,7 @@ class ObjectTier:
         self._retrying(upload)
 
     def objects(self) -> list[StoredObject]:
-        """Lists all objects in the folder, also those that other programs wrote."""
+        """List all objects in the folder, also those that other programs wrote."""
         import obstore
 
         folder = "/".join(self._prefix)
@@ -108,7 +108,7 @@ class ObjectTier:
         return self._retrying(look)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects; keys that do not exist are ignored."""
+        """Delete objects; keys that do not exist are ignored."""
         import obstore
 
         def remove() -> None:

@@ -34,7 +34,7 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 def copy_hashed(
     source: Path, destination: Path, *, max_bytes: int, sink: ByteSink = SILENT
 ) -> FileDigest:
-    """Copies a file and returns the digest of the written bytes, which are synced to disk."""
+    """Copy a file and return the digest of the written bytes, which are synced to disk."""
     digest, size = hashlib.sha256(), 0
     with source.open("rb") as reader, reporting_full_disk(), _create(destination) as writer:
         while chunk := reader.read(CHUNK_BYTES):
@@ -60,7 +60,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 def seal(descriptor: int) -> None:
-    """Makes a file read-only, because many folders may link to it, and syncs it to disk."""
+    """Make a file read-only, because many folders may link to it, and syncs it to disk."""
     os.fchmod(descriptor, READ_ONLY)
     os.fsync(descriptor)
 
@@ -72,7 +72,7 @@ def hash_file(path: Path) -> FileDigest:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the folder's entries to disk: renames into it and removals from it."""
+    """Sync the folder's entries to disk: renames into it and removals from it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -155,7 +155,7 @@ class StoreLayout:
         return sorted(CID_PREFIX + path.name for path in self.records.iterdir())
 
     def read_record(self, cid: str) -> Record | None:
-        """Returns None if the store has no such adapter; raises StoreDamaged."""
+        """Return None if the store has no such adapter; raise StoreDamaged."""
         try:
             content = self.record(cid).read_bytes()
         except FileNotFoundError:
@@ -166,7 +166,7 @@ class StoreLayout:
         return sum(size_of(path) for path in self.all_blobs())
 
     def is_whole(self, record: Record) -> bool:
-        """Returns whether the view of the adapter has all files in their full size."""
+        """Return whether the view of the adapter has all files in their full size."""
         view = self.view(record.cid)
         return all(
             size_of(view / name, absent=-1) == digest.size for name, digest in record.files.items()
@@ -174,7 +174,7 @@ class StoreLayout:
 
 
 def find_record(folder: Path) -> Record | None:
-    """Returns the record of an adapter folder that a store has made (a view), else None.
+    """Return the record of an adapter folder that a store has made (a view), else None.
 
     The record names the CID, the config and the size and digest of each file. The store hashed the
     files when it made the view; this function only compares their sizes, so it reads no weights and
@@ -225,7 +225,7 @@ class StagingArea:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Yields a new folder and removes it with its content after the block."""
+        """Yield a new folder and remove it with its content after the block."""
         with self._lock.held():
             path = self._parent / f"{self._prefix}{secrets.token_hex(8)}"
             path.mkdir(mode=PRIVATE_FOLDER)
@@ -239,7 +239,7 @@ class StagingArea:
             os.close(descriptor)
 
     def sweep(self) -> int:
-        """Removes the folders of dead processes; the caller holds the lock."""
+        """Remove the folders of dead processes; the caller holds the lock."""
         leftovers = [path for path in self._parent.glob(f"{self._prefix}*") if is_abandoned(path)]
         for path in leftovers:
             shutil.rmtree(path)

@@ -31,7 +31,7 @@ class Collected:
 
 
 def collect(layout: StoreLayout, kept: AbstractSet[str], *, used_before_ns: int) -> Collected:
-    """Removes records first, then the blobs that only they needed; the caller holds the lock."""
+    """Remove records first, then the blobs that only they needed; the caller holds the lock."""
     removable = [
         cid
         for cid in layout.cids()
@@ -62,7 +62,7 @@ def remove_views(layout: StoreLayout) -> None:
 
 
 def unneeded_blobs(layout: StoreLayout) -> list[Path]:
-    """Returns the blobs that no record needs; none while a damaged record hides its needs."""
+    """Return the blobs that no record needs; none while a damaged record hides its needs."""
     needed: set[Path] = set()
     for cid in layout.cids():
         try:
@@ -126,7 +126,7 @@ def plan_bucket(bucket: Bucket, find_kept: FindKept, *, older_than: float) -> Bu
 
 
 def collect_bucket(bucket: Bucket, plan: BucketPlan, find_kept: FindKept) -> BucketPlan:
-    """Removes the planned objects and returns them; skips what was named or pushed since.
+    """Remove the planned objects and return them; skip what was named or pushed since.
 
     Records are removed first, because a tier with a record must have all files of the adapter.
     """
@@ -141,7 +141,7 @@ def collect_bucket(bucket: Bucket, plan: BucketPlan, find_kept: FindKept) -> Buc
 
 
 def needed_blobs(bucket: Bucket, cids: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Returns the blob keys that the adapters need, and the adapters with damaged records."""
+    """Return the blob keys that the adapters need, and the adapters with damaged records."""
     needed: set[str] = set()
     damaged = []
     with tempfile.TemporaryDirectory(prefix="loramux-gc-") as folder:
@@ -160,7 +160,7 @@ def needed_blobs(bucket: Bucket, cids: Iterable[str]) -> tuple[set[str], list[st
 
 
 def cid_of(key: str) -> str | None:
-    """Returns the CID of a record's key, or None for other keys."""
+    """Return the CID of a record's key, or None for other keys."""
     digest = key.removeprefix(RECORDS)
     return CID_PREFIX + digest if key.startswith(RECORDS) and is_digest(digest) else None
 

@@ -71,7 +71,7 @@ def stage_folder(
     sink: ByteSink = SILENT,
     modality: Modality | None = None,
 ) -> StagedAdapter:
-    """Copies the files of an adapter; raises AdapterNotFound or AdapterRefused.
+    """Copy the files of an adapter; raise AdapterNotFound or AdapterRefused.
 
     `modality`: what the adapter is for; None: its files tell.
     """
@@ -97,7 +97,7 @@ def stage_folder(
 def stage_image(
     place: Path, staging: Path, limits: StoreLimits, sink: ByteSink = SILENT
 ) -> StagedAdapter:
-    """Copies the file of an adapter of an image model, and the config of a PEFT folder.
+    """Copy the file of an adapter of an image model, and the config of a PEFT folder.
 
     Its modules are checked by the engine, which knows the pipeline.
     """
@@ -151,7 +151,7 @@ def copy_config(source: Path, staging: Path) -> FileDigest:
 
 
 def copy_tokenizer(source: Path, staging: Path) -> dict[str, FileDigest]:
-    """Copies the tokenizer files, if there are any, and returns their digests."""
+    """Copy the tokenizer files, if there are any, and returns their digests."""
     digests = {}
     for name, path in find_tokenizer_files(source).items():
         with refusing_os_errors(path):
@@ -162,7 +162,7 @@ def copy_tokenizer(source: Path, staging: Path) -> dict[str, FileDigest]:
 def copy_weights(
     weights: Path, copy: Path, limits: StoreLimits, sink: ByteSink
 ) -> tuple[FileDigest, tuple[TensorEntry, ...]]:
-    """Copies the weights, checks the copy, and returns its digest and its tensors."""
+    """Copy the weights, check the copy, and return its digest and its tensors."""
     with refusing_os_errors(weights):
         digest = copy_hashed(weights, copy, max_bytes=limits.max_file_bytes, sink=sink)
     return digest, check_header(copy, with_values=True)

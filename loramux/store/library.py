@@ -90,7 +90,7 @@ class AdapterLibrary:
         self._clock = clock
 
     def acting(self, actor: Actor) -> AdapterLibrary:
-        """Returns this library with another actor of its changes."""
+        """Return this library with another actor of its changes."""
         acting = copy(self)
         acting.registry = self.registry.acting(actor)
         return acting
@@ -105,7 +105,7 @@ class AdapterLibrary:
         require_signed: bool = False,
         modality: Modality | None = None,
     ) -> Pushed:
-        """Stores a folder under `tenant/name@1.4.2`, or under the next free version without one.
+        """Store a folder under `tenant/name@1.4.2`, or under the next free version without one.
 
         `source` is recorded as the place from which the files can be fetched again. Without
         `signatures` those in the folder are verified. A signature is needed if it is required here,
@@ -148,31 +148,31 @@ class AdapterLibrary:
         *,
         any_base: bool = False,
     ) -> Pushed:
-        """Stores a version that is made of other versions, given by name and weight.
+        """Store a version that is made of other versions, given by name and weight.
 
         It has no files. Its parts cannot be removed while it exists.
         """
         return _pushed(*self.registry.push_recipe(reference, terms, options, any_base=any_base))
 
     def pull(self, reference: str, folder: Path) -> Resolved:
-        """Copies the adapter's files into a new folder, all or none of them."""
+        """Copy the adapter's files into a new folder, all or none of them."""
         resolved = self.registry.resolve(reference)
         _refuse_recipe(resolved)
         self._from_store(resolved.cid, lambda: self.store.copy_out(resolved.cid, folder))
         return resolved
 
     def open(self, reference: str, *, sticky_key: str | None = None) -> tuple[Resolved, Path]:
-        """Resolves a reference; returns it with the folder in the store to load it from."""
+        """Resolve a reference; return it with the folder in the store to load it from."""
         resolved = self.registry.resolve(reference, sticky_key=sticky_key)
         _refuse_recipe(resolved)
         return resolved, self.materialize(resolved.cid)
 
     def materialize(self, cid: str) -> Path:
-        """Returns the folder in the store to load; a missing adapter is fetched from its source."""
+        """Return the folder in the store to load; a missing adapter is fetched from its source."""
         return self._from_store(cid, lambda: self.store.materialize(cid))
 
     def gc(self, *, grace_s: float = DEFAULT_GRACE_S) -> Collected:
-        """Removes adapters that no version names and that were not used in the last grace_s."""
+        """Remove adapters that no version names and that were not used in the last grace_s."""
         since = self._clock() - grace_s
         return self.store.gc(
             lambda: self.registry.cids() | self.registry.used_since(since), min_age_s=grace_s
@@ -188,7 +188,7 @@ class AdapterLibrary:
         return read()
 
     def _fetch_again(self, cid: str, missing: LoramuxError, open_source: OpenSource) -> None:
-        """Fetches an adapter from its sources again; raises if none has the same content."""
+        """Fetch an adapter from its sources again; raise if none has the same content."""
         faults: list[LoramuxError] = []
         for source in self.registry.sources_of(cid):
             try:
@@ -213,7 +213,7 @@ class AdapterLibrary:
         raise type(missing)(f"{missing}{said}") from missing
 
     def verify(self) -> LibraryReport:
-        """Verifies every file of the store and every row of the registry."""
+        """Verify every file of the store and every row of the registry."""
         found = self.store.verify()
         missing = [
             f"{name}@{version} needs {cid}, which neither the store nor its tiers have."
@@ -268,14 +268,14 @@ def open_store(
     limits: StoreLimits = DEFAULT_LIMITS,
     sink: ByteSink = SILENT,
 ) -> ContentStore:
-    """Opens the store with its tiers; it connects to neither, so it works without a network."""
+    """Open the store with its tiers; it connects to neither, so it works without a network."""
     return ContentStore(
         places.store, limits=limits, tiers=open_tiers(places, sources, sink), sink=sink
     )
 
 
 def open_tiers(places: DataPaths, sources: SourceConfig, sink: ByteSink) -> list[CountedTier]:
-    """Returns the tiers, the nearest first."""
+    """Return the tiers, the nearest first."""
     tiers = []
     if places.shared_cache is not None:
         cache = RedisTier.from_url(places.shared_cache, sink=sink)

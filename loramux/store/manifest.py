@@ -20,7 +20,7 @@ from loramux.types.modality import Modality
 
 
 def folder_manifest(folder: Path, modality: Modality | None = None) -> Manifest:
-    """Reads all files; raises AdapterNotFound or AdapterRefused.
+    """Read all files; raise AdapterNotFound or AdapterRefused.
 
     `modality`: what the adapter is for; None: its files tell.
     """

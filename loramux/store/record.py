@@ -62,7 +62,7 @@ class Record:
 
 
 def make_record(manifest: Manifest, config_file: FileDigest | None) -> Record:
-    """Raises ValueError for a manifest that is broken."""
+    """Raise ValueError for a manifest that is broken."""
     files = read_files(manifest)
     if is_image_manifest(manifest):
         if len(files) != 1 or (config_file is None) != (not manifest["config"]):
@@ -74,7 +74,7 @@ def make_record(manifest: Manifest, config_file: FileDigest | None) -> Record:
 
 
 def decode_record(content: bytes, cid: str) -> Record:
-    """Decodes a record; raises StoreDamaged unless it belongs to this CID."""
+    """Decode a record; raise StoreDamaged unless it belongs to this CID."""
     try:
         fields = json.loads(content.decode("utf-8"))
         config = fields["config_file"]
@@ -106,7 +106,7 @@ def read_digest(value: Mapping[str, object]) -> FileDigest:
 
 
 def check_config_file(record: Record, content: bytes) -> AdapterConfig | None:
-    """Parses the config file; raises StoreDamaged unless it agrees with the manifest.
+    """Parse the config file; raise StoreDamaged unless it agrees with the manifest.
 
     Returns None for an adapter of an image model.
     """

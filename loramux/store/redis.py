@@ -174,7 +174,7 @@ class RedisTier:
         return f"{self._prefix}:{key}"
 
     def _try(self, what: str, action: Callable[[], bool]) -> bool:
-        """Runs an action; returns False if Redis failed, at once while it is known to be down.
+        """Run an action; return False if Redis failed, at once while it is known to be down.
 
         Each outage is logged once as a warning.
         """

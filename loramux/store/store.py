@@ -78,7 +78,7 @@ class ContentStore:
         then: Callable[[StagedAdapter], None] | None = None,
         modality: Modality | None = None,
     ) -> str:
-        """Stores a folder and returns its CID; an exception of `check` prevents it.
+        """Store a folder and return its CID; an exception of `check` prevents it.
 
         `modality`: what the adapter is for; None: its files tell. An adapter of an image model may
         be a file too.
@@ -98,11 +98,11 @@ class ContentStore:
         return staged.record.cid
 
     def has(self, cid: str) -> bool:
-        """Returns whether the adapter is in the folder; the tiers are not asked."""
+        """Return whether the adapter is in the folder; the tiers are not asked."""
         return self._layout.record(cid).exists()
 
     def is_available(self, cid: str) -> bool:
-        """Returns whether the adapter is in the folder or in a tier."""
+        """Return whether the adapter is in the folder or in a tier."""
         key = record_key(parse_cid(cid))
         return self.has(cid) or any(tier.has(key) for tier in self._tiers)
 
@@ -116,7 +116,7 @@ class ContentStore:
         return self._layout.size_bytes()
 
     def read(self, cid: str) -> Record:
-        """Returns the record; an adapter that is missing or damaged is fetched from a tier."""
+        """Return the record; an adapter that is missing or damaged is fetched from a tier."""
         record = self._peek(cid)
         if record is not None:
             return record
@@ -124,7 +124,7 @@ class ContentStore:
         return self._must_read(cid)
 
     def metadata(self, cid: str) -> dict[str, object]:
-        """Returns the metadata in the header of an adapter's weights; {} if it has no weights."""
+        """Return the metadata in the header of an adapter's weights; {} if it has no weights."""
         digest = self.read(cid).weights
         if digest is None:
             return {}
@@ -133,7 +133,7 @@ class ContentStore:
             return read_metadata(read_head(file, digest.size))
 
     def materialize(self, cid: str) -> Path:
-        """Returns a read-only PEFT folder inside the store; its files were hashed when it was made.
+        """Return a read-only PEFT folder inside the store; its files were hashed when it was made.
 
         A later reader must hash the files again, as read_adapter does.
         """
@@ -144,7 +144,7 @@ class ContentStore:
         return self._layout.view(cid)
 
     def copy_out(self, cid: str, folder: Path) -> Path:
-        """Copies all files of an adapter, or none, into a new or empty folder."""
+        """Copy all files of an adapter, or none, into a new or empty folder."""
         folder = folder.expanduser().absolute()
         refuse_filled(folder)
         record = self._make_sound(self.read(cid))
@@ -172,7 +172,7 @@ class ContentStore:
         return verify_store(self._layout)
 
     def gc(self, find_kept: Callable[[], AbstractSet[str]], *, min_age_s: float = 0.0) -> Collected:
-        """Removes adapters that are not kept and were not put or opened in the last min_age_s.
+        """Remove adapters that are not kept and were not put or opened in the last min_age_s.
 
         `find_kept` runs under the lock, so that no adapter can be put after its answer.
         """
@@ -196,14 +196,14 @@ class ContentStore:
                 then(staged)
 
     def _peek(self, cid: str) -> Record | None:
-        """Returns the record, or None if it is absent or damaged; a damaged one gets replaced."""
+        """Return the record, or None if it is absent or damaged; a damaged one gets replaced."""
         try:
             return self._layout.read_record(cid)
         except StoreDamaged:
             return None
 
     def _touch_existing(self, cid: str, sound: AbstractSet[FileDigest]) -> bool:
-        """Marks the adapter as used; returns False if it is absent or damaged."""
+        """Mark the adapter as used; return False if it is absent or damaged."""
         existing = self._peek(cid)
         if existing is None or not all(
             digest in sound and self._layout.blob(digest).exists()
@@ -229,7 +229,7 @@ class ContentStore:
         move_into_place(source, destination)
 
     def _drop_views(self, damaged: FileDigest) -> None:
-        """Removes the views that link to a damaged file which is about to be replaced."""
+        """Remove the views that link to a damaged file which is about to be replaced."""
         blob = self._layout.blob(damaged)
         for path in list(self._layout.views.glob("*/*")):
             if path.samefile(blob):

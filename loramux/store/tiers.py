@@ -35,7 +35,7 @@ class RemoteTier(Protocol):
     def has(self, key: str) -> bool: ...
 
     def get(self, key: str, destination: Path, *, max_bytes: int) -> bool:
-        """Writes the file; returns False if the key is absent or larger than max_bytes."""
+        """Write the file; return False if the key is absent or larger than max_bytes."""
         ...
 
     def put(self, key: str, source: Path) -> None: ...
@@ -89,7 +89,7 @@ def record_key(digest: str) -> str:
 
 
 def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) -> None:
-    """Uploads an adapter; the record last, so that a tier with the record has all files."""
+    """Upload an adapter; the record last, so that a tier with the record has all files."""
     keys = [(blob_key(digest.sha256), paths[name]) for name, digest in record.files.items()]
     keys.append((record_key(parse_cid(record.cid)), paths[RECORD_NAME]))
     for tier in tiers:
@@ -108,7 +108,7 @@ def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) 
 def fetch(
     cid: str, staging: Path, tiers: Sequence[RemoteTier], limits: StoreLimits
 ) -> StagedAdapter | None:
-    """Fetches an adapter; returns None if no tier has all its files.
+    """Fetch an adapter; return None if no tier has all its files.
 
     Tiers nearer than the one that had a file get a copy.
     """

@@ -48,7 +48,7 @@ def check_finite(file: BinaryIO, data_start: int, entries: tuple[TensorEntry, ..
 def _largest_bits(
     file: BinaryIO, start: int, num_bytes: int, kind: type[np.unsignedinteger[Any]]
 ) -> int:
-    """Returns the bits of the largest absolute value: they are ordered as the values are."""
+    """Return the bits of the largest absolute value: they are ordered as the values are."""
     magnitude = kind(np.iinfo(kind).max >> 1)
     file.seek(start)
     largest = 0

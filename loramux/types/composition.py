@@ -18,7 +18,7 @@ Term = tuple[str, float]
 
 
 def parse_sum(text: str) -> list[Term] | None:
-    """Returns the terms of a sum such as `a+0.3*b`; None if the text is a single plain name.
+    """Return the terms of a sum such as `a+0.3*b`; None if the text is a single plain name.
 
     A term is a name, or a weight, `*` and a name. A sum with an empty name is no sum either.
     """
@@ -38,7 +38,7 @@ def parse_sum(text: str) -> list[Term] | None:
 
 
 def sum_text(terms: Iterable[Term]) -> str:
-    """Returns the text of which parse_sum() makes the terms."""
+    """Return the text of which parse_sum() makes the terms."""
     return "+".join(name if weight == 1 else f"{weight:g}*{name}" for name, weight in terms)
 
 
@@ -52,7 +52,7 @@ def check_count(num_adapters: int, *, param: str) -> None:
 
 
 def check_weights(weights: Iterable[float], *, param: str) -> None:
-    """Raises InvalidRequest for a weight that is too large or not a number."""
+    """Raise InvalidRequest for a weight that is too large or not a number."""
     for weight in weights:
         if not -MAX_WEIGHT <= weight <= MAX_WEIGHT:
             raise InvalidRequest(
@@ -63,7 +63,7 @@ def check_weights(weights: Iterable[float], *, param: str) -> None:
 
 
 def compose(parts: Iterable[tuple[str, float]]) -> Selection:
-    """Returns the selection of (CID, weight) pairs, none of which may occur twice.
+    """Return the selection of (CID, weight) pairs, none of which may occur twice.
 
     It is sorted by CID, so that the order of the request changes neither the rounding nor the key
     of the prefix cache. Adapters of weight 0 add nothing and are left out.
@@ -72,7 +72,7 @@ def compose(parts: Iterable[tuple[str, float]]) -> Selection:
 
 
 def find_repeated(cids: Sequence[str]) -> tuple[int, int] | None:
-    """Returns the positions of the first CID that occurs twice; None if all are distinct."""
+    """Return the positions of the first CID that occurs twice; None if all are distinct."""
     seen: dict[str, int] = {}
     for position, cid in enumerate(cids):
         if cid in seen:
@@ -94,7 +94,7 @@ class SumPart:
 def check_alone(
     parts: Iterable[SumPart], *, param: str = "adapters", takes_weights: bool = False
 ) -> None:
-    """Raises InvalidRequest if an adapter that can only be used alone is in a sum or weighted.
+    """Raise InvalidRequest if an adapter that can only be used alone is in a sum or weighted.
 
     `takes_weights`: those that are alone may have any weight.
     """

@@ -46,7 +46,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of_schema(cls, schema: object, **options: bool | str | None) -> Self:
-        """The grammar of the JSON values that a schema (a dict, or a Boolean) allows."""
+        """Return the grammar of the JSON values that a schema (a dict, or a Boolean) allows."""
         whole = {} if schema is True else {"enum": []} if schema is False else schema
         text = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
         return cls("json_schema", text, msgspec.convert(options, GrammarOptions))

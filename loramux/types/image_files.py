@@ -22,7 +22,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 
 def measure(data: bytes, what: str) -> tuple[int, int]:
-    """Returns (width, height) as the image is shown.
+    """Return (width, height) as the image is shown.
 
     Raises InvalidRequest, which names `what`, for other formats and too many pixels.
     """
@@ -75,7 +75,7 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yields marker, start and end of the contents up to the first scan."""
+    """Yield marker, start and end of the contents up to the first scan."""
     at = 2
     while at + 4 <= len(data):
         if data[at] != 0xFF:
@@ -92,7 +92,7 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _orientation(tiff: bytes) -> int:
-    """Returns the orientation of the first directory, or 1."""
+    """Return the orientation of the first directory, or 1."""
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     try:
         if order is not None:

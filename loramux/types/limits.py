@@ -68,7 +68,7 @@ LIMITS: Mapping[str, str] = {
 
 
 def change_limits(limits: Limits, changes: Mapping[str, int | None]) -> Limits:
-    """Returns the limits with other values; None removes one. Raises InvalidRequest."""
+    """Return the limits with other values; None removes one. Raises InvalidRequest."""
     for name, value in changes.items():
         if name not in LIMITS:
             raise InvalidRequest(f"There is no limit {name!r}. {suggest(name, list(LIMITS))}")

@@ -18,7 +18,7 @@ class Fp12PackOps(Protocol):
         largest: NDArray[np.uint16],
         exponents: NDArray[np.int64],
     ) -> None:
-        """Writes a [ranks, in] to words [octets, 3, in], and its maxima and exponents [ranks]."""
+        """Write a [ranks, in] to words [octets, 3, in], and its maxima and exponents [ranks]."""
 
     def pack_b(
         self,
@@ -28,4 +28,4 @@ class Fp12PackOps(Protocol):
         out: NDArray[np.uint16],
         largest: NDArray[np.uint16],
     ) -> None:
-        """Writes scale * 2^exponent * b [out, ranks] to out [ranks, out], and the maxima of b."""
+        """Write scale * 2^exponent * b [out, ranks] to out [ranks, out], and the maxima of b."""

@@ -47,14 +47,14 @@ class ModelPooling:
 
 
 def as_pooling(name: Pooling | str | None) -> Pooling:
-    """Returns the pooling of embeddings with this name; raises InvalidRequest for another."""
+    """Return the pooling of embeddings with this name; raise InvalidRequest for another."""
     if name not in (Pooling.LAST, Pooling.MEAN):
         raise InvalidRequest(f"pooling must be last or mean, got {str(name)!r}.", param="pooling")
     return Pooling(name)
 
 
 def check_dimensions(dimensions: int | None, model: ModelPooling, hidden_size: int) -> None:
-    """Raises InvalidRequest if embeddings cannot be shortened to so many numbers."""
+    """Raise InvalidRequest if embeddings cannot be shortened to so many numbers."""
     if dimensions is None or dimensions == hidden_size:
         return
     allowed = model.dimensions

@@ -95,7 +95,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return self.params.n * (len(self.prompt_token_ids) + self.params.max_tokens)
 
     def for_engine(self, eos_token_ids: Sequence[int]) -> Request:
-        """Returns a copy with the model's end-of-sequence ids and the seed.
+        """Return a copy with the model's end-of-sequence ids and the seed.
 
         The seed is that of the sampling parameters, or random if they have none.
         """
@@ -110,7 +110,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 def pooled_request(
     request_id: str, token_ids: Sequence[int], pooling: Pooling, **fields: Any
 ) -> Request:
-    """Makes a request for a vector of a prompt; `fields` are others of Request."""
+    """Make a request for a vector of a prompt; `fields` are others of Request."""
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
@@ -121,7 +121,7 @@ def pooled_request(
 
 
 def check_pooling(request: Request, model: ModelPooling) -> None:
-    """Raises InvalidRequest if the model cannot compute what the request asks for."""
+    """Raise InvalidRequest if the model cannot compute what the request asks for."""
     if request.pooling is None:
         if not model.generates:
             raise InvalidRequest(NOT_GENERATIVE, param="model")
@@ -138,7 +138,7 @@ def check_pooling(request: Request, model: ModelPooling) -> None:
 
 
 def find_last(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Returns the position of the last occurrence of a run of tokens; None if there is none."""
+    """Return the position of the last occurrence of a run of tokens; None if there is none."""
     size = len(wanted)
     for start in range(len(tokens) - size, -1, -1):
         if tokens[start] == wanted[0] and tuple(tokens[start : start + size]) == tuple(wanted):

@@ -26,7 +26,7 @@ class Tier(IntEnum):
 
 
 def key_of_cid(cid: str) -> str:
-    """Returns the first 8 bytes of a CID's digest, in hexadecimal."""
+    """Return the first 8 bytes of a CID's digest, in hexadecimal."""
     return cid.rpartition(":")[2][:16]
 
 
@@ -62,7 +62,7 @@ class ResidencyView:
         return self._resident
 
     def tier_of(self, cid: str) -> Tier:
-        """Returns SOURCE for an adapter that no tier has."""
+        """Return SOURCE for an adapter that no tier has."""
         return self._tiers.get(cid, Tier.SOURCE)
 
     def apply(self, moves: Iterable[tuple[str, int]], *, is_full: bool = False) -> None:
@@ -75,7 +75,7 @@ class ResidencyView:
             self.wake()
 
     def since(self, generation: int, instance: str) -> Moves:
-        """Returns what moved after a generation; everything if that is of another instance."""
+        """Return what moved after a generation; everything if that is of another instance."""
         num_moves = self.generation - generation
         is_full = instance != self.instance or not 0 <= num_moves <= len(self._moves)
         tiers = dict(self._tiers)
@@ -85,7 +85,7 @@ class ResidencyView:
         return Moves(self.instance, generation, self.generation, is_full, tiers)
 
     def wake(self) -> None:
-        """Ends all waits, also without a move: the state of the engine has changed."""
+        """End all waits, also without a move: the state of the engine has changed."""
         for woken in self.waiters:
             if not woken.done():
                 woken.set_result(None)
@@ -104,7 +104,7 @@ class ResidencyView:
 
 
 async def wait_for_move(views: Iterable[ResidencyView], seconds: float) -> None:
-    """Returns after the next move or wake() of any view, or the timeout."""
+    """Return after the next move or wake() of any view, or the timeout."""
     views = tuple(views)
     woken = asyncio.get_running_loop().create_future()
     for view in views:

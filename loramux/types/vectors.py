@@ -11,7 +11,7 @@ Vector = NDArray[np.float32]
 
 
 def embedding_of(pooled: bytes, model: ModelPooling, dimensions: int | None = None) -> Vector:
-    """Returns the embedding of a pooled hidden state, shortened to `dimensions`."""
+    """Return the embedding of a pooled hidden state, shortened to `dimensions`."""
     vector = vector_of(pooled)[:dimensions]
     length = float(np.linalg.norm(vector))
     # Shortening changes the length, so that it is set again.
@@ -19,7 +19,7 @@ def embedding_of(pooled: bytes, model: ModelPooling, dimensions: int | None = No
 
 
 def scores_of(pooled: bytes, model: ModelPooling) -> Vector:
-    """Returns the scores of a classification head's outputs."""
+    """Return the scores of a classification head's outputs."""
     outputs = vector_of(pooled).astype(np.float64)
     if model.activation is Activation.SOFTMAX:
         powers = np.exp(outputs - outputs.max())
@@ -30,5 +30,5 @@ def scores_of(pooled: bytes, model: ModelPooling) -> Vector:
 
 
 def vector_of(pooled: bytes) -> Vector:
-    """Returns the vector of a TokenEvent or a Delta."""
+    """Return the vector of a TokenEvent or a Delta."""
     return np.frombuffer(pooled, dtype="<f4").astype(np.float32, copy=False)

@@ -23,12 +23,12 @@ class AdapterTable(Generic[AdapterT]):
         self._used: dict[str, None] = {}
 
     def add(self, card: AdapterT) -> None:
-        """Adds an adapter that the present engine process has registered itself."""
+        """Add an adapter that the present engine process has registered itself."""
         self.cards[card.cid] = card
         self._known.add(card.cid)
 
     def remove(self, cid: str) -> bool:
-        """Removes an adapter; returns whether the present engine process knows it."""
+        """Remove an adapter; return whether the present engine process knows it."""
         del self.cards[cid]
         self.pinned.discard(cid)
         self._used.pop(cid, None)
@@ -41,7 +41,7 @@ class AdapterTable(Generic[AdapterT]):
         self._used[cid] = None
 
     def take_unknown(self, cids: Iterable[str]) -> list[AdapterT]:
-        """Returns the cards that the engine must learn, and counts them as known from now on.
+        """Return the cards that the engine must learn, and counts them as known from now on.
 
         CIDs that are not in the table, or not any more, are left out.
         """
@@ -50,9 +50,9 @@ class AdapterTable(Generic[AdapterT]):
         return [self.cards[cid] for cid in unknown]
 
     def hottest(self, resident: Collection[str]) -> list[str]:
-        """Returns the resident adapters, the most recently used one first."""
+        """Return the resident adapters, the most recently used one first."""
         return [cid for cid in reversed(self._used) if cid in resident]
 
     def begin_process(self) -> None:
-        """Records that a new engine process is running, which knows no adapter yet."""
+        """Record that a new engine process is running, which knows no adapter yet."""
         self._known.clear()

@@ -27,14 +27,14 @@ class EngineChannel:
         self._decoder = msgspec.msgpack.Decoder(commands)
 
     def receive(self) -> Message | None:
-        """Returns the next command; None if the server is gone, after which nothing can be read."""
+        """Return the next command; None if the server is gone, after which nothing can be read."""
         command = self._read()
         if command is None:
             self.close()
         return command
 
     def close(self) -> None:
-        """Ends receive(); what is sent still arrives."""
+        """End receive(); what is sent still arrives."""
         self._reader.close()
 
     def _read(self) -> Message | None:
@@ -71,11 +71,11 @@ class ServerChannel:
 
     @classmethod
     async def open(cls, connection: socket.socket, replies: Any) -> ServerChannel:
-        """`replies`: the union of the messages that the engine sends."""
+        """Take the union of the messages that the engine sends as `replies`."""
         return cls(*await asyncio.open_connection(sock=connection), replies)
 
     async def receive(self) -> Message | None:
-        """Returns the next reply; None if the engine is gone."""
+        """Return the next reply; None if the engine is gone."""
         try:
             head = await self._reader.readexactly(_LENGTH.size)
             (length,) = _LENGTH.unpack(head)

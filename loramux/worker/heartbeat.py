@@ -13,7 +13,7 @@ _HEARTBEAT_S = 0.5
 
 @contextmanager
 def beating(pulse: Pulse) -> Iterator[None]:
-    """Counts up from a thread of its own, which needs a core and the interpreter lock."""
+    """Count up from a thread of its own, which needs a core and the interpreter lock."""
     has_ended = threading.Event()
 
     def beat() -> None:

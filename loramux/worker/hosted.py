@@ -113,11 +113,11 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
 
     @abstractmethod
     def _start_message(self, first: CardT | None) -> Message:
-        """Returns the message that starts a process; `first` is the card of the first one."""
+        """Return the message that starts a process; `first` is the card of the first one."""
 
     @abstractmethod
     def _described(self, card: CardT, first: CardT | None) -> CardT:
-        """Returns the card that is shown for that of a new process."""
+        """Return the card that is shown for that of a new process."""
 
     @property
     @abstractmethod
@@ -125,15 +125,15 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
 
     @abstractmethod
     def _fail_streams(self, error: EngineStopped) -> None:
-        """Ends all open requests with an error."""
+        """End all open requests with an error."""
 
     @abstractmethod
     def _handle(self, reply: Message) -> None:
-        """Handles a reply that is no answer to a call."""
+        """Handle a reply that is no answer to a call."""
 
     @abstractmethod
     async def _probe_selection(self, cid: str | None) -> None:
-        """Generates as little as possible on the base, or with an adapter of weight 1."""
+        """Generate as little as possible on the base, or with an adapter of weight 1."""
 
     # loramux.backend.text.AdapterHost
 
@@ -182,7 +182,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
         self._become(Health.READY)
 
     async def _prepare(self) -> None:
-        """Prepares what the server needs beside the first process."""
+        """Prepare what the server needs beside the first process."""
 
     async def add_adapter(self, path: str) -> AdapterT:
         answer = await self._running.call(lambda call_id: Register(call_id=call_id, path=path))
@@ -224,7 +224,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
         return answer.report or {}
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
-        """Generates on the base, then reads an adapter and generates with it.
+        """Generate on the base, then read an adapter and generates with it.
 
         Returns the seconds of each check, or raises. Adapters that cannot be served, as their files
         changed or are gone, are counted; the check goes on with another one.
@@ -305,7 +305,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
         self._table.begin_process()
 
     async def _supervise(self) -> None:
-        """Handles replies of the engine; when it dies, fails open requests and starts another."""
+        """Handle replies of the engine; when it dies, fails open requests and starts another."""
         while True:
             process, cause = self._running, None
             try:
@@ -328,7 +328,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
             await self._restart(self._table.hottest(self.residency.resident))
 
     async def _restart(self, hot: Sequence[str]) -> None:
-        """Starts engines until one is ready; `hot` are the adapters to load first."""
+        """Start engines until one is ready; `hot` are the adapters to load first."""
         attempt = 0
         while True:
             await asyncio.sleep(_RESTART_PAUSES_S[min(attempt, len(_RESTART_PAUSES_S) - 1)])

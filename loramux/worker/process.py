@@ -58,7 +58,7 @@ class PendingCalls(Generic[AdapterT]):
         self._error: LoramuxError | None = None
 
     def open(self) -> tuple[int, asyncio.Future[Answer[AdapterT]]]:
-        """Returns a new call id and its future; raises the error of fail() once it was called."""
+        """Return a new call id and its future; raise the error of fail() once it was called."""
         if self._error is not None:
             raise self._error
         call_id = next(self._ids)
@@ -109,7 +109,7 @@ class EngineProcess(Generic[CardT, AdapterT]):
         on_progress: OnProgress,
         worker: SpawnedWorker | None = None,
     ) -> Self:
-        """Returns when the engine is ready; raises the error that prevents its start.
+        """Return when the engine is ready; raise the error that prevents its start.
 
         `worker`: a process that was spawned before; None spawns one.
         """
@@ -145,7 +145,7 @@ class EngineProcess(Generic[CardT, AdapterT]):
         self._channel.send(command)
 
     async def call(self, make: Callable[[int], Message]) -> Answer[AdapterT]:
-        """Sends the command that `make` builds from a call id, and waits for its answer.
+        """Send the command that `make` builds from a call id, and waits for its answer.
 
         The task that reads replies with receive() must run meanwhile.
         """
@@ -157,7 +157,7 @@ class EngineProcess(Generic[CardT, AdapterT]):
         self._calls.fail(error)
 
     async def receive(self) -> Message | None:
-        """Returns the next reply that is no answer; None: it is dead."""
+        """Return the next reply that is no answer; None: it is dead."""
         while (reply := await self._channel.receive()) is not None:
             if not isinstance(reply, Answer):
                 return reply
@@ -175,20 +175,20 @@ class EngineProcess(Generic[CardT, AdapterT]):
         self._channel.close()
 
     async def wait(self, timeout_s: float) -> None:
-        """Waits for the process to end by itself after Shutdown, then kills it."""
+        """Wait for the process to end by itself after Shutdown, then kills it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._exit_status()
         await self.kill("it was shut down")
 
     async def _exit_status(self) -> int:
-        """Waits for the end of the process without a thread, of which there may be none left."""
+        """Wait for the end of the process without a thread, of which there may be none left."""
         while (status := self._popen.poll()) is None:
             await asyncio.sleep(_POLL_S)
         return status
 
     async def _examine(self) -> None:
-        """Finds out how a process ended that was not killed here."""
+        """Find out how a process ended that was not killed here."""
         if self._death is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_S):

@@ -61,7 +61,7 @@ class ProcessView:
         self._looked_s = 0.0
 
     def look(self) -> Look:
-        """Returns what the threads do; what they ran is unknown at the first look."""
+        """Return what the threads do; what they ran is unknown at the first look."""
         now = time.monotonic()
         try:
             threads = {int(path.name): _read(path) for path in self._tasks.iterdir()}

@@ -44,7 +44,7 @@ class Pulse:
 
     @classmethod
     def create(cls) -> tuple[Self, int]:
-        """Returns a new pulse, and the descriptor of its file for the process that writes it."""
+        """Return a new pulse, and the descriptor of its file for the process that writes it."""
         if hasattr(os, "memfd_create"):
             number = os.memfd_create("loramux-pulse")
         else:

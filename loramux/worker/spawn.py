@@ -31,7 +31,9 @@ class SpawnedWorker:
 
 
 def spawn_worker(module: str = TEXT_ENGINE) -> SpawnedWorker:
-    """`module`: what the process runs, with descriptors of its socket and pulse as arguments."""
+    """Take the `module` that the process runs, with descriptors of its socket and pulse as
+    arguments.
+    """
     pulse, shared = Pulse.create()
     try:
         ours, theirs = socket.socketpair()

@@ -102,19 +102,19 @@ class StepLoop(ABC, Generic[EventT, AdapterT]):
 
     @abstractmethod
     def _handle(self, item: Any) -> None:
-        """Handles an item of the inbox that is not common to all engines."""
+        """Handle an item of the inbox that is not common to all engines."""
 
     @abstractmethod
     def _send_events(self, events: list[EventT]) -> None:
-        """Sends what a step has made; `_send_stats` where a report is due."""
+        """Send what a step has made; `_send_stats` where a report is due."""
 
     @abstractmethod
     def _report(self, events: list[EventT]) -> Message:
-        """Makes a message with statistics, with the events that have not been sent."""
+        """Make a message with statistics, with the events that have not been sent."""
 
     @abstractmethod
     def _known(self) -> Iterable[AdapterCard]:
-        """Returns the adapters of the catalog."""
+        """Return the adapters of the catalog."""
 
     @abstractmethod
     def _adopt(self, card: AdapterT) -> None: ...
@@ -126,11 +126,11 @@ class StepLoop(ABC, Generic[EventT, AdapterT]):
     def _uses(self) -> list[AdapterUse]: ...
 
     def _work_while_idle(self) -> bool:
-        """Does a piece of work while there is no command; False: there is none left."""
+        """Do a piece of work while there is no command; False: there is none left."""
         return False
 
     def _server_is_gone(self) -> None:
-        """Called by the thread that receives commands."""
+        """Take a command; called by the thread that receives them."""
         self._inbox.put(None)
 
     def run(self) -> None:
@@ -162,7 +162,7 @@ class StepLoop(ABC, Generic[EventT, AdapterT]):
         self._channel.send(self._report(events))
 
     def _residency_update(self) -> ResidencyUpdate | None:
-        """Returns what has moved since the last call; None: nothing."""
+        """Return what has moved since the last call; None: nothing."""
         if self._placement.moves.version == self._residency_version:
             return None
         changes = self._placement.changes_since(self._residency_version)
@@ -185,7 +185,7 @@ class StepLoop(ABC, Generic[EventT, AdapterT]):
         self._server_is_gone()
 
     def _handle_commands(self) -> None:
-        """Handles the commands that have arrived; blocks only while there is nothing to compute."""
+        """Handle the commands that have arrived; blocks only while there is nothing to compute."""
         while self._is_open:
             is_idle = not self._steps.has_work
             if is_idle and not self._is_reported:
@@ -251,7 +251,7 @@ class StepLoop(ABC, Generic[EventT, AdapterT]):
 def registration_of(
     register: Callable[[Path], Registration[AdapterT]], path: str
 ) -> Registration[AdapterT]:
-    """Returns what `register` does, or its error."""
+    """Return what `register` does, or its error."""
     try:
         return register(Path(path))
     except Exception as error:  # The caller waits for an answer, whatever the error is.
@@ -268,7 +268,7 @@ def serve_engine(
     start: type[StartT],
     open_loop: OpenLoop[StartT],
 ) -> int:
-    """Serves the server at the other end of the socket; returns the exit status.
+    """Serve the server at the other end of the socket; return the exit status.
 
     `commands`: the union of the messages that the engine takes; `start`: the first of them.
     """
@@ -300,7 +300,7 @@ def _serve_beating(
 
 
 def run_process(serve: Callable[[socket.socket, Pulse], int]) -> None:
-    """Serves the socket and writes the pulse whose descriptors are the arguments, then ends."""
+    """Serve the socket and write the pulse whose descriptors are the arguments, then ends."""
     # The server stops the engine, after it has drained its requests; a Ctrl-C in its terminal or a
     # SIGTERM to the group of processes must not end the engine first.
     for number in (signal.SIGINT, signal.SIGTERM):

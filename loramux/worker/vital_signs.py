@@ -75,7 +75,7 @@ class VitalSigns:
         return f"in step {counts.num_steps}" if counts.is_in_step else "between steps"
 
     def observe(self, counts: Counts, elapsed_s: float) -> Death | None:
-        """Takes the counters `elapsed_s` after the last ones; returns why the process is dead."""
+        """Take the counters `elapsed_s` after the last ones; return why the process is dead."""
         before, self._counts = self._counts, counts
         has_marked, has_beaten = counts.marks != before.marks, counts.beats != before.beats
         self._silent_s = 0.0 if has_beaten or has_marked else self._silent_s + elapsed_s

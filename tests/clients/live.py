@@ -45,7 +45,9 @@ class Live:
             return json.load(reply)
 
     def completion(self, prompt: str, model: str = BASE, max_tokens: int = 8, **more: Any) -> str:
-        """The greedy text of the server's own route, which clients' answers are compared with."""
+        """Return the greedy text of the server's own route, which clients' answers are compared
+        with.
+        """
         asked = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         text: str = self.post("/v1/completions", **asked | more)["choices"][0]["text"]
         return text
@@ -63,7 +65,7 @@ class Live:
 
 
 def server_python() -> str:
-    """The interpreter of the environment that has loramux."""
+    """Return the interpreter of the environment that has loramux."""
     return os.environ.get("LORAMUX_PYTHON", str(REPOSITORY / ".venv" / "bin" / "python"))
 
 
@@ -84,7 +86,7 @@ def live_server(folder: Path) -> Iterator[Live]:
 
 @contextmanager
 def image_server(folder: Path, *flags: str, name: str = IMAGE_BASE) -> Iterator[Live]:
-    """A server of a tiny image model with random weights, with adapters in the flags.
+    """Yield a server of a tiny image model with random weights, with adapters in the flags.
 
     `{folder}` in a flag stands for the folder with the files of its adapters.
     """

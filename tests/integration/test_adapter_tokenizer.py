@@ -69,7 +69,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model` and the adapters `own`, `broken`, `foreign` and `ends`."""
+    """Return a folder with `model` and the adapters `own`, `broken`, `foreign` and `ends`."""
     root = tmp_path_factory.mktemp("files")
     model = save_model_with_tokenizer(root / "model")
     for seed, name in enumerate(("own", "broken", "foreign", "ends")):

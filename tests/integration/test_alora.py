@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, str]:
-    """What PEFT generates with each adapter; the adapters are written beside the model."""
+    """Return what PEFT generates with each adapter; the adapters are written beside the model."""
     model = save_model_with_tokenizer(
         folder / "model", num_hidden_layers=2, max_position_embeddings=4096
     )
@@ -79,7 +79,7 @@ def server(folder: Path, answers: dict[str, str]) -> Iterator[RunningServer]:
 
 
 def ask(server: RunningServer, name: str, **fields: Any) -> tuple[str, int]:
-    """Returns the answer and the number of cached tokens in its usage."""
+    """Return the answer and the number of cached tokens in its usage."""
     body = {"model": name, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
     response = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=120)
     assert response.status_code == 200, response.text

@@ -48,7 +48,7 @@ class CommandLine:
 
 
 def ask_until(client: httpx2.Client, cid: str) -> dict[str, Any]:
-    """The first receipt that names it."""
+    """Return the first receipt that names it."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         receipt = ask(client, NAME)

@@ -30,7 +30,7 @@ def memory(client: httpx2.Client, num_adapters: int) -> dict[str, int]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the files take, each inode once."""
+    """Return what the files take, each inode once."""
     files = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*") if is_file(path)}
     return sum(files.values())
 

@@ -100,7 +100,7 @@ def world_of(folder: Path, *, postgres: PostgresServer | None) -> Iterator[World
 
 
 def prepare(world: World) -> None:
-    """Makes the adapters, pushes those that requests name, and computes all answers with PEFT."""
+    """Make the adapters, push those that requests name, and computes all answers with PEFT."""
     scene = world.scene
     for number in range(NUM_ADAPTERS + NUM_SOURCES):
         world.cids[f"a{number}"] = scene.make_adapter(f"a{number}", seed=number)
@@ -342,7 +342,7 @@ def postgres_locked(url: str) -> Iterator[None]:
 
 
 def wait_until_well(world: World) -> None:
-    """Waits for a server that answers, with every adapter, after all faults have ended."""
+    """Wait for a server that answers, with every adapter, after all faults have ended."""
     deadline = time.monotonic() + HEAL_S
     with httpx2.Client(base_url=world.server.url, timeout=HEAL_S) as client:
         while True:
@@ -378,7 +378,7 @@ def check_receipts(world: World, outcomes: Outcomes) -> int:
 
 
 def check_receipt(world: World, outcomes: Outcomes, cid: str | None, answered: Answered) -> None:
-    """The text is that of the adapter in the receipt."""
+    """Check that the text is that of the adapter in the receipt."""
     if "+" in answered.model or not answered.text:
         return
     expected = world.texts[cid or BASE, answered.prompt]
@@ -406,7 +406,7 @@ def rss_mib(pid: int) -> float:
 
 
 def run_rounds(world: World, outcomes: Outcomes, num_rounds: int) -> list[tuple[float, int]]:
-    """Returns the server's memory in MiB and its open descriptors at each check."""
+    """Return the server's memory in MiB and its open descriptors at each check."""
     chance, faults = random.Random(SEED), Faults(world)
     checks: list[tuple[float, int]] = []
     with ExitStack() as stack:

@@ -190,7 +190,7 @@ def test_a_restarted_replica_is_warmed_with_its_own(keyed: Keyed) -> None:
 
 
 def own_of(url: str, urls: list[str], cids: set[str]) -> set[str]:
-    """Returns the adapters that the hash gives to one of the replicas."""
+    """Return the adapters that the hash gives to one of the replicas."""
     from loramux.router.fleet import Fleet, Replica, State
     from loramux.types.residency import key_of_cid
 

@@ -34,7 +34,7 @@ def break_copy(folder: Path, how: str) -> None:
 
 @contextmanager
 def flipping(folder: Path, good: Path, broken: list[Path | None]) -> Iterator[None]:
-    """Replaces a good folder by broken ones in turn, at times by seed; None: there is none."""
+    """Replace a good folder by broken ones in turn, at times by seed; None: there is none."""
     ends, chance = threading.Event(), random.Random(1)
 
     def flip() -> None:

@@ -92,7 +92,7 @@ class Seen:
 
 
 def is_expected(status: int) -> bool:
-    """A source that does not answer is 502."""
+    """Return a source that does not answer is 502."""
     return status == 502
 
 
@@ -154,7 +154,7 @@ def asking_version(server: RunningServer, seen: Seen) -> Iterator[None]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the time that all threads of the process have computed."""
+    """Return the time that all threads of the process have computed."""
     total_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # It has ended meanwhile.
@@ -169,7 +169,7 @@ def rss_mib(pid: int) -> float:
 
 
 def growth(pids: list[int], before: list[float]) -> list[float]:
-    """The growth of each process in MiB, once what is open has been freed."""
+    """Return the growth of each process in MiB, once what is open has been freed."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         grown = [rss_mib(pid) - old for pid, old in zip(pids, before, strict=True)]
@@ -198,7 +198,7 @@ def test_no_request_breaks_the_server(
 
 
 def attack(target: Target, number: int) -> str:
-    """Sends the requests, checks what they left, and returns a report."""
+    """Send the requests, check what they left, and returns a report."""
     server, seen = target.server, Seen()
     requests = HostileRequests(SEED, target.keys).draw(number)
     send_all(server.url, (next(requests) for _ in range(number // 5)), Seen())

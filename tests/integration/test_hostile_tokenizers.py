@@ -54,7 +54,9 @@ def test_hostile_tokenizers_of_a_tenant_leave_others_alone(tmp_path: Path) -> No
 
 
 def push(client: httpx2.Client, name: str) -> httpx2.Response:
-    """The operator's key lets it read folders of the server; a tenant's names sources elsewhere."""
+    """Return the operator's key lets it read folders of the server; a tenant's names sources
+    elsewhere.
+    """
     body = {"reference": f"mallory/{name}@1.0.0", "source": name}
     headers = {"authorization": f"Bearer {OPERATOR}"}
     return client.post("/v1/adapters", json=body, headers=headers)

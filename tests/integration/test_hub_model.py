@@ -35,7 +35,7 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
 
 
 def interrupt_after_one_piece(hub: HubServer, environment: dict[str, str], log: Path) -> None:
-    """Starts a server whose download stands still after the first piece, and presses Ctrl-C."""
+    """Start a server whose download stands still after the first piece, and presses Ctrl-C."""
     hub.storage.faults += [Fault(cut_at=PIECE_BYTES), Fault(is_silent=True)]
     command = [sys.executable, "-m", "loramux.cli.main", "serve", "--port", "0", *FLAGS]
     with log.open("wb") as output:

@@ -50,7 +50,7 @@ class Keyed:
         )
 
     def create(self, tenant: str, *flags: str) -> str:
-        """Makes a key of the registry, and returns when the server knows it."""
+        """Make a key of the registry, and return when the server knows it."""
         words = ("keys", "create", "--tenant", tenant, *flags, "--data", str(self.data))
         made = self.loramux(*words)
         assert made.returncode == 0, made.stderr

@@ -58,7 +58,9 @@ class Expected:
             del self.versions[str(result)]
 
     def check(self, registry: Registry, unfinished: Event) -> None:
-        """The last thing begun may be done or not; everything else is just as it was told."""
+        """Check the state: the last thing begun may be done or not; everything else is just as it
+        was told.
+        """
         found, prod = read_names(registry)
         begun = unfinished.get("begin")
         changed = set(found.items()) ^ set(self.versions.items())

@@ -99,7 +99,7 @@ def scene(folder: Path, home: None) -> Iterator[Scene]:
 
 
 def servers() -> dict[int, str]:
-    """The servers of this process by their ids, with the flags that they have."""
+    """Return the servers of this process by their ids, with the flags that they have."""
     children = psutil.Process().children()
     lines = {one.pid: " ".join(one.cmdline()) for one in children}
     return {pid: line for pid, line in lines.items() if "loramux.cli.main" in line}

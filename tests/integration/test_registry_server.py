@@ -96,7 +96,7 @@ async def send(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> A
 
 
 async def ask(client: httpx2.AsyncClient, model: str, prompt: str) -> tuple[str, str]:
-    """The CID in the receipt, and the text."""
+    """Return the CID in the receipt, and the text."""
     body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS}
     answer = await send(client, "/v1/completions", {**body, "temperature": 0, "ignore_eos": True})
     told = answer.json()

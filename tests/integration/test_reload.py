@@ -36,7 +36,7 @@ def model(folder: Path) -> Any:
 
 
 def make_request(number: int, *, cid: str, max_tokens: int) -> Request:
-    """Makes requests that begin with the same three pages and end differently."""
+    """Make requests that begin with the same three pages and end differently."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     prompt = (*PREFIX, *make_prompt(5, seed=number))
     return Request(

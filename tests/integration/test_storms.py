@@ -47,7 +47,7 @@ def complete(url: str, num_tokens: int) -> str:
 
 
 def stream(url: str) -> str:
-    """The text of a stream that ends as it should."""
+    """Return the text of a stream that ends as it should."""
     body = {**BODY, "max_tokens": NUM_TOKENS, "stream": True}
     texts = []
     with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=DEADLINE_S) as answer:

@@ -52,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(folder: Path) -> dict[str, Any]:
-    """A random model writes much whitespace where JSON allows it, unless it is told not to."""
+    """Return a random model writes much whitespace where JSON allows it, unless it is
+    told not to.
+    """
     tokenizer = Tokenizer(folder / "model")
     blank = [i for i in range(tokenizer.vocab_size) if not tokenizer.token_bytes(i).strip()]
     bias = dict.fromkeys(map(str, blank), -100)
@@ -168,7 +170,7 @@ CRASHING = ("schema: chain of 5,000 objects", "schema: patternProperties", "lark
 
 
 def answer_while_streaming(client: OpenAI, names: Iterable[str]) -> dict[str, int]:
-    """Returns the status of each hostile body, sent while a stream generates."""
+    """Return the status of each hostile body, sent while a stream generates."""
     statuses = {}
     with client.completions.create(
         model="tiny", prompt="hi", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}

@@ -53,7 +53,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page_and_watch(browser: Browser, server: UiServer) -> Iterator[tuple[Page, Watch]]:
-    """A page of an administrator; in the end it must have been clean."""
+    """Yield a page of an administrator; in the end it must have been clean."""
     size = {"width": 1300, "height": 900}
     with watched_page(browser, server.url, key=server.admin, viewport=size) as (page, watch):
         yield page, watch

@@ -65,7 +65,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def drawing_server(folder: Path) -> Iterator[str]:
-    """The address of an application over a tiny model with two adapters, in this process."""
+    """Yield the address of an application over a tiny model with two adapters, in this process."""
     pipe = make_pipeline("flux")
     adapters = {name: make_adapter(pipe, name, ATTENTION, rank=4) for name in ("ink", "night")}
     with image_client(folder) as client, listening(client) as url:
@@ -76,7 +76,7 @@ def drawing_server(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def listening(client: ImageClient) -> Iterator[str]:
-    """The address of the application of a client."""
+    """Yield the address of the application of a client."""
     with listen("127.0.0.1", 0) as listener:
         config = uvicorn.Config(
             client.app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1
@@ -153,7 +153,7 @@ def test_the_demo_knows_the_pages_prompt_and_warns_of_others(browser: Browser) -
 
 
 def pixels_of(url: str, **fields: object) -> list[int]:
-    """What a client gets for the parameters of the page."""
+    """Return what a client gets for the parameters of the page."""
     body = {"prompt": "a fox on a yellow background", "seed": 1, "size": "64x64", "steps": 6}
     answer = httpx2.post(f"{url}/v1/images/generations", json=body | fields, timeout=60)
     drawn = base64.b64decode(answer.json()["data"][0]["b64_json"])
@@ -190,7 +190,7 @@ def compose_and_fail(page: Page) -> None:
 
 
 def look_around(page: Page) -> None:
-    """The other views of a server without a text model."""
+    """Look at the other views of a server without a text model."""
     page.get_by_role("link", name="Live").click()
     expect(page.get_by_role("heading", name="Images")).to_be_visible()
     expect(page.get_by_text("Image tokens/s")).to_be_visible()
@@ -239,7 +239,7 @@ def test_one_page_for_text_and_images(browser: Browser, tmp_path: Path) -> None:
 
 
 def check_code(page: Page, folder: Path) -> None:
-    """Runs what the page shows, and compares the image with that of the page."""
+    """Run what the page shows, and compares the image with that of the page."""
     page.get_by_role("article").nth(1).get_by_role("button", name="Code").click()
     curl, python = page.get_by_role("dialog").locator("pre").all_inner_texts()
     page.keyboard.press("Escape")

@@ -76,7 +76,7 @@ class Scene:
         return Traffic(self.server.url, asked)
 
     def wait_until(self, is_done: Callable[[DeploymentState], bool]) -> float:
-        """Waits for a state of the deployment; returns the seconds that it took."""
+        """Wait for a state of the deployment; return the seconds that it took."""
         began = time.monotonic()
         while True:
             self.state = self.server.status()
@@ -144,7 +144,7 @@ def scene(
 
 @pytest.fixture(scope="module")
 def printing(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Prints past pytest's capture: times are told, not asserted."""
+    """Print past pytest's capture: times are told, not asserted."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def write(line: str) -> None:

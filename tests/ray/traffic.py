@@ -35,7 +35,7 @@ def greedy(model: Any) -> list[int]:
 
 
 def expected_tokens(model: Any, adapters: dict[str, str]) -> dict[str, list[int]]:
-    """Returns PEFT's greedy tokens by adapter; those of the base under an empty name."""
+    """Return PEFT's greedy tokens by adapter; those of the base under an empty name."""
     found = {"": greedy(model)}
     tuned: Any = None
     for name, path in adapters.items():

@@ -18,7 +18,7 @@ FEATURES = (
 
 
 def shown_by(file: Path) -> Iterator[tuple[str, str]]:
-    """Yields (client, feature) of the marks of a test file."""
+    """Yield (client, feature) of the marks of a test file."""
     module = ast.parse(file.read_text())
     (client,) = (
         ast.literal_eval(line.value)

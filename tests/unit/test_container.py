@@ -71,7 +71,7 @@ EXTRAS_OF_IMAGES = ("server", "router", "cpu", "gpu", "images", "jwt", "postgres
 
 
 def needed(*extras: str) -> set[str]:
-    """The packages that the project and its extras ask for, on Linux."""
+    """Return the packages that the project and its extras ask for, on Linux."""
     listed = list(PROJECT["dependencies"])
     for extra in extras:
         listed += PROJECT["optional-dependencies"][extra]

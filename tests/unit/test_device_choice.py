@@ -24,7 +24,7 @@ T4 = Gpu(0, "Tesla T4", (7, 5), 15 * 2**30)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the GPUs of the machine; `broken` are those on which torch or Triton fails."""
+    """Set the GPUs of the machine; `broken` are those on which torch or Triton fails."""
     monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
 
     def set_up(

@@ -101,7 +101,7 @@ def each(language: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reader's view of the repository, where a block may write files."""
+    """Return the reader's view of the repository, where a block may write files."""
     folder = tmp_path_factory.mktemp("checkout")
     for entry in ROOT.iterdir():
         (folder / entry.name).symlink_to(entry)
@@ -123,7 +123,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a user who has a hub with the adapters of the documents."""
+    """Yield the environment of a user who has a hub with the adapters of the documents."""
     with HubServer() as server:
         for repository, name in HUB_ADAPTERS.items():
             files = (ROOT / "examples" / "adapters" / name).iterdir()

@@ -38,7 +38,7 @@ def documents(path: Path) -> list[Document]:
 
 
 def check(document: Document) -> None:
-    """Raises ValidationError as an API server with strict validation would."""
+    """Raise ValidationError as an API server with strict validation would."""
     key = (document["apiVersion"], document["kind"])
     if key not in SCHEMAS:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
@@ -50,7 +50,7 @@ def check(document: Document) -> None:
 
 
 def templates(found: Any) -> Iterator[Document]:
-    """Yields the pod templates of a custom resource."""
+    """Yield the pod templates of a custom resource."""
     values = found.values() if isinstance(found, dict) else found
     for value in values:
         if isinstance(value, dict | list):
@@ -130,7 +130,7 @@ def test_what_an_overlay_names_exists(overlay: str) -> None:
 
 
 def pod_specs(manifest: Document) -> Iterator[Document]:
-    """Yields the pods of a manifest."""
+    """Yield the pods of a manifest."""
     if manifest["kind"] in ("StatefulSet", "Deployment", "RayService"):
         for template in templates(manifest["spec"]):
             yield template["spec"]

@@ -32,12 +32,12 @@ class Checkout:
         self._before(*inputs.split())
 
     def _before(self, *names: str) -> None:
-        """Makes files older than what will be made."""
+        """Make files older than what will be made."""
         for name in names:
             os.utime(self.folder / name, (1_000_000_000, 1_000_000_000))
 
     def make(self, target: str) -> list[str]:
-        """Returns the calls of the set-up."""
+        """Return the calls of the set-up."""
         calls = self.folder / "calls"
         calls.write_text("")
         environment = {**os.environ, "MAKEFLAGS": ""}

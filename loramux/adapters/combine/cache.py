@@ -29,7 +29,7 @@ class CombinationCache:
         return self.root / parse_cid(recipe.cid)
 
     def find(self, recipe: Recipe) -> Path | None:
-        """Returns the folder of a combination, marked as used; None if it is not there.
+        """Return the folder of a combination, marked as used; None if it is not there.
 
         A folder that holds another recipe is removed.
         """
@@ -43,7 +43,7 @@ class CombinationCache:
         return folder
 
     def touch(self, recipe: Recipe) -> bool:
-        """Marks a combination as used; returns False if it is not there."""
+        """Mark a combination as used; return False if it is not there."""
         try:
             os.utime(self.path(recipe))
         except FileNotFoundError:
@@ -51,7 +51,7 @@ class CombinationCache:
         return True
 
     def trim(self, kept: Path) -> list[Path]:
-        """Removes the folders that were not used for longest, until the budget holds.
+        """Remove the folders that were not used for longest, until the budget holds.
 
         `kept` stays. Returns the removed folders.
         """

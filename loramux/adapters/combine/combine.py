@@ -58,7 +58,7 @@ def combine(
     any_base: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> CombinedAdapter:
-    """Combines the adapters of a recipe, given by CID.
+    """Combine the adapters of a recipe, given by CID.
 
     Raises AdapterRefused if they cannot be combined by the method. `names` are shown in messages
     instead of CIDs; with `any_base` the parts may record different bases.
@@ -81,7 +81,7 @@ def check_parts(
     names: Mapping[str, str] | None = None,
     any_base: bool = False,
 ) -> tuple[dict[str, dict[int, LoraModule]], tuple[PeftLoraConfig, ...]]:
-    """Returns the modules of all parts by path, and their configs.
+    """Return the modules of all parts by path, and their configs.
 
     Refuses what combine() would refuse of them.
     """
@@ -102,7 +102,7 @@ def check_parts(
 def write_combined(
     folder: Path, combined: CombinedAdapter, *, names: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the two files of PEFT and the recipe into an existing folder.
+    """Write the two files of PEFT and the recipe into an existing folder.
 
     The recipe is part of the weights file too, so that it stays with the adapter in every store.
     `names` (by CID) are recorded beside it for the reader, and are not part of the identity.
@@ -121,7 +121,7 @@ def write_combined(
 
 
 def _modules_by_path(parts: Sequence[CheckedAdapter]) -> dict[str, dict[int, LoraModule]]:
-    """Returns the modules of all parts: for each path, the index of each part that has it."""
+    """Return the modules of all parts: for each path, the index of each part that has it."""
     found: dict[str, dict[int, LoraModule]] = {}
     for index, part in enumerate(parts):
         for module in part.modules:
@@ -168,7 +168,7 @@ def _without_zero_modules(
 
 
 def _largest_rank(config: PeftLoraConfig) -> int:
-    """Returns the rank that PEFT takes for an adapter, whether or not a module has it."""
+    """Return the rank that PEFT takes for an adapter, whether or not a module has it."""
     return max([config.r, *(rank for _, rank in config.rank_pattern)])
 
 

@@ -34,7 +34,7 @@ class CombinationMaker:
         self._cache = cache
 
     def make(self, recipe: Recipe, folders: Mapping[str, Path], *, any_base: bool = True) -> Path:
-        """Returns the folder of a combination, which is made if it is not there.
+        """Return the folder of a combination, which is made if it is not there.
 
         `folders`: the folder of each part, by CID. Raises AdapterRefused if the parts cannot be
         combined, or if a folder no longer holds its part. Of concurrent calls with one recipe, in
@@ -52,7 +52,7 @@ class CombinationMaker:
 
     @contextmanager
     def _locked(self, recipe: Recipe) -> Iterator[None]:
-        """Holds the lock of a sixteenth of all recipes, so that the files of locks stay few."""
+        """Hold the lock of a sixteenth of all recipes, so that the files of locks stay few."""
         make_private_folder(self._cache.root)
         path = self._cache.root / f".lock-{self._cache.path(recipe).name[0]}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)

@@ -47,7 +47,7 @@ class Factors:
 def combine_module(
     recipe: Recipe, path: str, parts: Sequence[ModulePart], *, svd_rank: int
 ) -> Factors:
-    """Combines the parts that have the module, in the order of the recipe, in float64."""
+    """Combine the parts that have the module, in the order of the recipe, in float64."""
     method = recipe.method
     if method.name == "cat":
         return concatenate(parts)
@@ -68,7 +68,7 @@ def combine_module(
 
 
 def concatenate(parts: Sequence[ModulePart]) -> Factors:
-    """Returns the exact weighted sum of the deltas; the ranks add up.
+    """Return the exact weighted sum of the deltas; the ranks add up.
 
     Parts of weight 0 take no rank.
     """
@@ -93,7 +93,7 @@ def pruner(
 def add_up(
     recipe: Recipe, tensors: Sequence[torch.Tensor], weights: Sequence[float]
 ) -> torch.Tensor:
-    """Returns the weighted sum, with TIES of the elements that have the elected sign."""
+    """Return the weighted sum, with TIES of the elements that have the elected sign."""
     if recipe.majority_sign_method is None:
         total = torch.zeros_like(tensors[0])
         for tensor, weight in zip(tensors, weights, strict=True):
@@ -113,7 +113,7 @@ def add_up(
 
 
 def cut_sum(parts: Sequence[ModulePart], rank: int) -> Factors:
-    """Returns the best approximation of rank `rank` of the weighted sum of the deltas.
+    """Return the best approximation of rank `rank` of the weighted sum of the deltas.
 
     The sum is B @ A of the concatenation, so that only a matrix of the size of the added ranks is
     decomposed: B = Qb Rb, A = Ra^T Qa^T, and the SVD of Rb Ra^T is that of the sum.
@@ -129,7 +129,7 @@ def cut_sum(parts: Sequence[ModulePart], rank: int) -> Factors:
 
 
 def cut_delta(delta: torch.Tensor, rank: int) -> Factors:
-    """Returns the best approximation of rank `rank` of a matrix.
+    """Return the best approximation of rank `rank` of a matrix.
 
     It decomposes the Gram matrix of the smaller side, which takes a fraction of the time of an SVD;
     in float64 the leading singular vectors are exact far beyond float32.
@@ -147,7 +147,7 @@ def cut_delta(delta: torch.Tensor, rank: int) -> Factors:
 
 
 def with_fixed_signs(*, a: torch.Tensor, b: torch.Tensor) -> Factors:
-    """Makes the largest element of each row of A positive: an SVD leaves the signs open."""
+    """Make the largest element of each row of A positive: an SVD leaves the signs open."""
     largest = a.gather(1, a.abs().argmax(dim=1, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(a.dtype)
     return Factors(a=(a * signs).contiguous(), b=(b * signs.T).contiguous())

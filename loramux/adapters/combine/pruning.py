@@ -14,7 +14,7 @@ MASK_FORMAT = "loramux-dare/1"
 
 
 def keep_largest(tensor: torch.Tensor, density: float) -> torch.Tensor:
-    """Sets all but the int(density * numel) elements of largest magnitude to zero.
+    """Set all but the int(density * numel) elements of largest magnitude to zero.
 
     Of equal magnitudes the first elements are kept; PEFT leaves this choice to torch.topk.
     """
@@ -34,7 +34,7 @@ def keep_largest(tensor: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def keep_random(tensor: torch.Tensor, density: float, key: bytes) -> torch.Tensor:
-    """Keeps each element with probability `density` and divides it by `density`."""
+    """Keep each element with probability `density` and divides it by `density`."""
     if density >= 1:
         return tensor
     kept = random_mask(tensor.numel(), density, key).reshape(tensor.shape)
@@ -42,7 +42,7 @@ def keep_random(tensor: torch.Tensor, density: float, key: bytes) -> torch.Tenso
 
 
 def random_mask(size: int, density: float, key: bytes) -> torch.Tensor:
-    """Returns bits that are set with probability `density`, a pure function of the arguments.
+    """Return bits that are set with probability `density`, a pure function of the arguments.
 
     The bits come from Philox, a counter-based generator, so that they depend neither on the number
     of threads nor on the platform.
@@ -57,5 +57,5 @@ def random_mask(size: int, density: float, key: bytes) -> torch.Tensor:
 
 
 def mask_key(seed: int, cid: str, path: str, tensor: str) -> bytes:
-    """Returns the key of the mask of one tensor ("A", "B" or "delta") of a module of a part."""
+    """Return the key of the mask of one tensor ("A", "B" or "delta") of a module of a part."""
     return hashlib.sha256(canonical_json([MASK_FORMAT, seed, cid, path, tensor])).digest()

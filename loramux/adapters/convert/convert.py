@@ -56,7 +56,7 @@ class RewrittenFiles:
 def convert_adapter(
     source: Path, folder: Path, *, initial: Path | None = None, dtype: str | None = None
 ) -> Conversion:
-    """Writes the converted adapter into the existing folder `folder`, and reads it again.
+    """Write the converted adapter into the existing folder `folder`, and read it again.
 
     `initial`: the adapter before training, for an initialization that changes the base's weights.
     Raises AdapterRefused for what no conversion can repair.
@@ -84,7 +84,7 @@ def changes_base(initialization: object) -> bool:
 
 
 def _rewrite(source: Path, dtype: torch.dtype | None, changes: list[str]) -> RewrittenFiles:
-    """Returns config and tensors with PEFT's names, as safetensors can hold them."""
+    """Return config and tensors with PEFT's names, as safetensors can hold them."""
     folder = open_folder(source)
     fields = _read_fields(folder)
     tensors = load_tensors(folder, changes)
@@ -112,7 +112,7 @@ def _read_fields(folder: Path) -> dict[str, object]:
 def _set_targets(
     fields: dict[str, object], paths: list[str], *, moved: bool, changes: list[str]
 ) -> None:
-    """Makes target_modules name the modules of the file if it is unset, or if they were renamed."""
+    """Make target_modules name the modules of the file if it is unset, or if they were renamed."""
     is_unset = fields.get("target_modules") in (None, [], "")
     if not paths or not (is_unset or moved):
         return
@@ -129,7 +129,7 @@ def _set_targets(
 def _subtract_initial(
     files: RewrittenFiles, start: str, source: Path, initial: Path | None, changes: list[str]
 ) -> RewrittenFiles:
-    """Returns the plain LoRA of rank 2r that adds s * (B A - B0 A0) to the original base."""
+    """Return the plain LoRA of rank 2r that adds s * (B A - B0 A0) to the original base."""
     if start.lower().startswith(INEXACT_INITIALIZATIONS):
         raise AdapterRefused(
             RefusalCode.CHANGES_BASE,
@@ -161,7 +161,7 @@ def _subtract_initial(
 
 
 def subtract(trained: LoraModule, first: LoraModule) -> WrittenModule:
-    """Returns [B, -B0] and [A; A0], whose GEMM is B A - B0 A0 exactly."""
+    """Return [B, -B0] and [A; A0], whose GEMM is B A - B0 A0 exactly."""
     dtype = torch.promote_types(trained.a.dtype, first.a.dtype)
     return WrittenModule(
         path=trained.target.path,

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def load_tensors(folder: Path, changes: list[str]) -> Tensors:
-    """Returns the tensors of a folder's weights file; appends to `changes` what must be rewritten.
+    """Return the tensors of a folder's weights file; append to `changes` what must be rewritten.
 
     A pickle is read in a child process with `weights_only` and limited resources.
     """
@@ -62,7 +62,7 @@ def load_tensors(folder: Path, changes: list[str]) -> Tensors:
 
 
 def is_pickle(path: Path) -> bool:
-    """Returns whether the file begins as one that torch.save or pickle writes."""
+    """Return whether the file begins as one that torch.save or pickle writes."""
     with refusing_os_errors(path), path.open("rb") as file:
         start = file.read(LENGTH_BYTES + 1)
     # The length of a safetensors header may begin with the bytes of a pickle.
@@ -95,7 +95,7 @@ def _unreadable(path: Path, detail: str) -> AdapterRefused:
 
 
 def cast_tensors(tensors: Tensors, dtype: torch.dtype | None, changes: list[str]) -> Tensors:
-    """Returns the tensors in `dtype`; without one, only 8-bit floats are changed."""
+    """Return the tensors in `dtype`; without one, only 8-bit floats are changed."""
     odd = sorted(
         f"{name} ({tensor.dtype})"
         for name, tensor in tensors.items()

@@ -33,7 +33,7 @@ class Renaming:
 
 
 def translate_names(names: Iterable[str]) -> Renaming:
-    """Returns PEFT's names; unknown ones stay as they are. Refuses several adapters in one file."""
+    """Return PEFT's names; unknown ones stay as they are. Refuses several adapters in one file."""
     old = list(names)
     changes: dict[str, None] = {}
     adapters = sorted({match["name"] for name in old if (match := NAMED_HALF.search(name))})

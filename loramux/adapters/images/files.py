@@ -33,7 +33,7 @@ def is_image_adapter(place: Path) -> bool:
 
 
 def find_image_file(place: Path) -> tuple[Path, Path | None]:
-    """Returns the weights of a file or folder, and the config of a PEFT folder.
+    """Return the weights of a file or folder, and the config of a PEFT folder.
 
     Raises AdapterRefused if it is not clear which file is meant.
     """
@@ -57,7 +57,7 @@ def find_image_file(place: Path) -> tuple[Path, Path | None]:
 
 
 def _image_files(folder: Path) -> list[Path]:
-    """Returns the files by name; none if the folder is gone meanwhile."""
+    """Return the files by name; none if the folder is gone meanwhile."""
     try:
         return sorted(folder.glob(f"*{SUFFIX}"))
     except OSError:
@@ -65,7 +65,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 def ambiguous(place: str, names: list[str]) -> AdapterRefused:
-    """The refusal of a folder that has none or several files."""
+    """Return the refusal of a folder that has none or several files."""
     code = ImageRefusal.AMBIGUOUS_FILE if names else RefusalCode.WEIGHTS_MISSING
     return AdapterRefused(
         code,
@@ -85,7 +85,7 @@ def read_image_config(path: Path) -> Mapping[str, Any]:
 
 
 def make_image_manifest(weights: FileDigest, config: Mapping[str, Any] | None) -> Manifest:
-    """Returns the manifest by which an image adapter has its CID."""
+    """Return the manifest by which an image adapter has its CID."""
     return {
         "format": FORMAT,
         "config": {} if config is None else config,
@@ -98,5 +98,5 @@ def is_image_manifest(manifest: Manifest) -> bool:
 
 
 def file_name_of(manifest: Manifest) -> str:
-    """Returns the name under which the weights of a manifest are kept."""
+    """Return the name under which the weights of a manifest are kept."""
     return WEIGHTS_NAME if manifest.get("config") else DIFFUSERS_NAME

@@ -75,7 +75,7 @@ _PATTERNS = tuple((re.compile(f"(.+?)(?:{suffix})"), role) for suffix, role in _
 
 
 def split_key(key: str) -> tuple[str, Role] | None:
-    """Returns (module name, role); None for a tensor without a known role."""
+    """Return (module name, role); None for a tensor without a known role."""
     for pattern, role in _PATTERNS:
         found = pattern.fullmatch(key)
         if found is not None:

@@ -36,7 +36,7 @@ _MARKS: tuple[tuple[str, str], ...] = (
 
 
 def family_of_keys(keys: Iterable[str]) -> str | None:
-    """Returns the kind of denoiser whose names most of the keys have; None: no known one.
+    """Return the kind of denoiser whose names most of the keys have; None: no known one.
 
     FLUX is either of FLUX.1 and FLUX.2, which share some names.
     """
@@ -51,14 +51,14 @@ def family_of_keys(keys: Iterable[str]) -> str | None:
 
 
 def declared_base(metadata: Mapping[str, object]) -> str | None:
-    """Returns the base that the trainer noted."""
+    """Return the base that the trainer noted."""
     found = (metadata.get(name) for name in _BASE_FIELDS)
     given = next((one for one in found if isinstance(one, str) and one.strip()), None)
     return None if given is None else given.strip()[:MAX_BASE_CHARACTERS]
 
 
 def trigger_words(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the words that call the adapter up, as its trainer noted them.
+    """Return the words that call the adapter up, as its trainer noted them.
 
     They are modelspec's trigger phrase, or the most frequent tags of kohya's captions.
     """

@@ -8,11 +8,11 @@ _found: Fp12PackOps | None = None
 
 
 def compiled_packer() -> Fp12PackOps | None:
-    """Returns the compiled code; None until it is imported, or if numba is not installed."""
+    """Return the compiled code; None until it is imported, or if numba is not installed."""
     return _found
 
 
 def use_packer(packer: Fp12PackOps | None) -> None:
-    """Uses compiled code from now on; None: numpy."""
+    """Use compiled code from now on; None: numpy."""
     global _found
     _found = packer

@@ -43,7 +43,7 @@ Words = NDArray[np.uint32]
 
 
 def row_exponents(largest: NDArray[np.uint16]) -> NDArray[np.int16]:
-    """Returns exponents such that rows / 2^exponent have their maximum in [1, 2).
+    """Return exponents such that rows / 2^exponent have their maximum in [1, 2).
 
     `largest`: the bits of the largest magnitude of each row, in bfloat16.
     """
@@ -83,7 +83,7 @@ def pack_rows(
 
 
 def _codes(absolute: NDArray[np.uint16], exponents: NDArray[np.int16]) -> NDArray[np.int16]:
-    """Returns exponent and mantissa of each value in bits 10 .. 0."""
+    """Return exponent and mantissa of each value in bits 10 .. 0."""
     lowest = (exponents[:, None] + np.int16(_LOWEST)) << np.int16(_MANTISSA_BITS)
     codes = absolute.view(np.int16) - lowest
     small = np.flatnonzero(codes < _FIRST_NORMAL)
@@ -96,14 +96,14 @@ def _codes(absolute: NDArray[np.uint16], exponents: NDArray[np.int16]) -> NDArra
 
 
 def _whole(rows: NDArray[np.uint8], width: int) -> Words:
-    """Returns the bytes of an octet as words [8 * width / 4]."""
+    """Return the bytes of an octet as words [8 * width / 4]."""
     if len(rows) < OCTET:
         rows = np.concatenate([rows, np.zeros((OCTET - len(rows), width), dtype=np.uint8)])
     return rows.reshape(-1).view(np.uint32)
 
 
 def _write_octet(low: Words, high: Words, out: Words) -> None:
-    """Writes the three planes [3, width] of an octet."""
+    """Write the three planes [3, width] of an octet."""
     width = out.shape[1]
     low_order, high_order = _orders(width)
     np.take(low, low_order, out=out[:2].reshape(-1), mode="clip")
@@ -118,7 +118,7 @@ def _write_octet(low: Words, high: Words, out: Words) -> None:
 
 @cache
 def _orders(width: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Returns which word of an octet's rows goes to each place of the planes.
+    """Return which word of an octet's rows goes to each place of the planes.
 
     The first array is for the low planes, the second [2, width] for the two words of each word of
     the high plane.

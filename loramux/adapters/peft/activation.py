@@ -25,7 +25,7 @@ _CONFLICTS = (
 
 
 def read_invocation(fields: Mapping[str, object]) -> tuple[int, ...]:
-    """Returns the invocation tokens of a config; empty: the adapter acts everywhere, as in PEFT."""
+    """Return the invocation tokens of a config; empty: the adapter acts everywhere, as in PEFT."""
     value = fields.get(FIELD)
     if not value:
         return ()

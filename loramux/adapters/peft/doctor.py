@@ -125,7 +125,7 @@ class Report:
         return any(part.effect is None for part in self.parts)
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the report as values that JSON can hold."""
+        """Return the report as values that JSON can hold."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -138,7 +138,7 @@ def examine(
     base_weights: BaseWeights | None = None,
     weight_norms: WeightNorms | None = None,
 ) -> Report:
-    """Reads the adapter and reports a refusal as a finding instead of raising it.
+    """Read the adapter and report a refusal as a finding instead of raising it.
 
     Without `base_weights`, parts that are computed from them have no effect in the report.
     """
@@ -162,7 +162,7 @@ def describe(
     specs: Sequence[ExtraSpec] = (),
     weight_norms: WeightNorms | None = None,
 ) -> Report:
-    """Returns the report of an adapter that was read; `specs` are those of all its extras."""
+    """Return the report of an adapter that was read; `specs` are those of all its extras."""
     norms = {} if weight_norms is None else weight_norms([m.target.path for m in adapter.modules])
     with open_weights(adapter.path) as weights:
         recipe = find_recipe(read_metadata(weights.head))
@@ -223,7 +223,7 @@ def _part_reports(
 
 
 def _fields(folder: Path, *, is_served: bool) -> tuple[FieldReport, ...]:
-    """Returns the fields of a config; none if it cannot be read, which is a refusal itself."""
+    """Return the fields of a config; none if it cannot be read, which is a refusal itself."""
     try:
         fields = decode_json(read_config_bytes(folder.resolve()))
     except AdapterRefused:

@@ -17,7 +17,7 @@ def row_factors(
     low_rank: tuple[torch.Tensor, torch.Tensor, float],
     magnitude: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns magnitude / ||W + s * B @ A|| of each output row, in float32 on the CPU.
+    """Return magnitude / ||W + s * B @ A|| of each output row, in float32 on the CPU.
 
     `low_rank`: A [rank, in], B [out, rank] and the scale. B @ A is not formed: the squared norm is
     ||W||^2 + 2 s <W A^T, B> + s^2 <B (A A^T), B> for each row.
@@ -36,7 +36,7 @@ def row_factors(
 
 
 def column_factors(path: str, embedding: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-    """Returns magnitude / norm of each column of an embedding with its low rank added."""
+    """Return magnitude / norm of each column of an embedding with its low rank added."""
     return divide(path, magnitude, torch.linalg.vector_norm(embedding.float(), dim=0).cpu())
 
 

@@ -12,7 +12,7 @@ from loramux.adapters.peft.parts import ExtraTensor, LoraModule
 
 
 def low_rank_norm(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns ||b @ a|| of b [out, rank] and a [rank, in], from their Gram matrices.
+    """Return ||b @ a|| of b [out, rank] and a [rank, in], from their Gram matrices.
 
     ||b a||^2 is the sum of (b^T b) * (a a^T), both [rank, rank]: b a is never made.
     """
@@ -22,12 +22,12 @@ def low_rank_norm(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def module_norm(module: LoraModule) -> float:
-    """Returns ||scale * B A|| of a linear layer."""
+    """Return ||scale * B A|| of a linear layer."""
     return abs(module.scale) * low_rank_norm(module.a, module.b)
 
 
 def extra_norms(extras: Sequence[ExtraTensor]) -> dict[ExtraKey, float]:
-    """Returns the norm of each part; of low rank, that of both matrices multiplied."""
+    """Return the norm of each part; of low rank, that of both matrices multiplied."""
     values = {part.key: part.values for part in extras}
     norms: dict[ExtraKey, float] = {}
     for key, tensor in values.items():

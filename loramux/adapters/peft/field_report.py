@@ -21,7 +21,7 @@ class FieldReport:
 
 
 def report_fields(fields: Mapping[str, object], *, is_served: bool) -> tuple[FieldReport, ...]:
-    """Returns one entry for each field, by name.
+    """Return one entry for each field, by name.
 
     `is_served`: the adapter passed all checks, so that no field of it is refused.
     """

@@ -21,7 +21,7 @@ _FOLDER_FLAGS = getattr(os, "O_PATH", 0) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O
 
 
 def open_folder(folder: Path) -> Path:
-    """Returns the real path of an adapter folder; raises AdapterNotFound if there is none."""
+    """Return the real path of an adapter folder; raise AdapterNotFound if there is none."""
     if not folder.is_dir():
         raise AdapterNotFound(
             f"No adapter folder at {folder}. Give the folder that holds adapter_config.json."
@@ -30,7 +30,7 @@ def open_folder(folder: Path) -> Path:
 
 
 def open_real(path: Path) -> BinaryIO:
-    """Opens a file by its real path and follows no link: none of its folders was replaced by one.
+    """Open a file by its real path and follow no link: none of its folders was replaced by one.
 
     A path that was checked stays checked, although files are opened after the check.
     """
@@ -49,7 +49,7 @@ def open_real(path: Path) -> BinaryIO:
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """Returns the real path of a file of the folder, or None if the folder has no such entry.
+    """Return the real path of a file of the folder, or None if the folder has no such entry.
 
     `folder` is a real path. Refuses links that lead out of the folder, except links into the
     Hugging Face cache's blobs.
@@ -82,7 +82,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def is_hub_blob(folder: Path, path: Path) -> bool:
-    """Returns whether the path is a blob of the Hugging Face cache that the folder is part of."""
+    """Return whether the path is a blob of the Hugging Face cache that the folder is part of."""
     return any(
         parent.name == "snapshots"
         and parent.parent.name.startswith("models--")
@@ -92,7 +92,7 @@ def is_hub_blob(folder: Path, path: Path) -> bool:
 
 
 def short_base_name(name: str) -> str:
-    """Returns the name of a base model without its owner and folders, in lower case.
+    """Return the name of a base model without its owner and folders, in lower case.
 
     Takes a repository id, a path, or a folder or file of the Hugging Face cache.
     """
@@ -103,7 +103,7 @@ def short_base_name(name: str) -> str:
 
 @contextmanager
 def refusing_os_errors(path: Path) -> Iterator[None]:
-    """Turns OSErrors into a refusal of the adapter, unless the machine is their cause."""
+    """Turn OSErrors into a refusal of the adapter, unless the machine is their cause."""
     try:
         yield
     # resolve() reports a loop of links as RuntimeError before Python 3.13.

@@ -44,7 +44,7 @@ class Columns:
         return self.is_biased and (self.has_factors or self.bias is not None)
 
     def bias_change(self, values: PartValues, layer: int) -> torch.Tensor:
-        """Returns what is added to y * (1 + gain), where y holds the bias of the base."""
+        """Return what is added to y * (1 + gain), where y holds the bias of the base."""
         change = torch.zeros(self.width)
         if self.reads_base and values.base is not None:
             base = _bias(values.base, layer, self.projection)

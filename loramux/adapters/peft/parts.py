@@ -21,13 +21,14 @@ class BaseWeights(Protocol):
     """
 
     def weight(self, layer: int, projection: str) -> torch.Tensor:
-        """The weight [out, in] of a projection."""
+        """Return the weight [out, in] of a projection."""
         ...
 
     def bias(self, layer: int, projection: str) -> torch.Tensor | None: ...
 
     def norm(self, layer: int, name: str) -> torch.Tensor:
-        """The weight of ATTENTION_NORM or MLP_NORM of a layer, or of FINAL_NORM at MODEL_LEVEL.
+        """Return the weight of ATTENTION_NORM or MLP_NORM of a layer, or of FINAL_NORM at
+        MODEL_LEVEL.
 
         It is the factor that the norm multiplies by (models that store weight - 1: plus one).
         """
@@ -113,7 +114,7 @@ class AdapterContents(Protocol):
     def make_parts(
         self, tensors: Mapping[str, torch.Tensor], base_weights: BaseWeights | None
     ) -> AdapterParts:
-        """Makes the parts from the tensors of the file.
+        """Make the parts from the tensors of the file.
 
         Raises AdapterRefused. `base_weights` may be None where the values do not matter; parts that
         are computed from the base are then absent from `extras`.
@@ -125,5 +126,5 @@ class AdapterPlan(Protocol):
     """What the config of an adapter asks of this base, before the weights file is opened."""
 
     def match(self, entries: Sequence[TensorEntry], *, max_rank: int | None) -> AdapterContents:
-        """Checks the names and shapes of the file's tensors; raises AdapterRefused."""
+        """Check the names and shapes of the file's tensors; raise AdapterRefused."""
         ...

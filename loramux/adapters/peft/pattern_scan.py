@@ -15,7 +15,7 @@ Hit = tuple[int, str | None]
 
 
 def scan(patterns: Sequence[str], keys: Sequence[str], *, whole: bool) -> list[Hit | None]:
-    """Returns, for each key, the first pattern that matches its start (with `whole`, all of it)."""
+    """Return, for each key, the first pattern that matches its start (with `whole`, all of it)."""
     compiled = [re.compile(pattern) for pattern in patterns]
     return [first_hit(compiled, key, whole=whole) for key in keys]
 

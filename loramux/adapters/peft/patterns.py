@@ -45,7 +45,7 @@ def first_matches(
     template: str = "{}",
     whole: bool = False,
 ) -> list[Hit | None]:
-    """Runs `scan` with each pattern inserted into `template`; errors name the config's `field`."""
+    """Run `scan` with each pattern inserted into `template`; errors name the config's `field`."""
     check_sizes(field, patterns)
     filled = [template.replace("{}", pattern) for pattern in patterns]
     for pattern, expression in zip(patterns, filled, strict=True):
@@ -95,7 +95,7 @@ def check_syntax(field: str, pattern: str, expression: str) -> None:
 
 
 def worst_steps(expression: str, key_length: int) -> int:
-    """Returns an upper bound for the backtracking steps of one match."""
+    """Return an upper bound for the backtracking steps of one match."""
     counts = Counter(token.lastgroup for token in TOKENS.finditer(expression))
     if counts["nested"] or VERBOSE.search(expression):
         return ENDLESS

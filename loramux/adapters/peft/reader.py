@@ -49,7 +49,7 @@ def read_adapter(
     strict_base: bool = False,
     base_weights: BaseWeights | None = None,
 ) -> CheckedAdapter:
-    """Reads, checks and hashes an adapter folder.
+    """Read, check and hash an adapter folder.
 
     Without `base_weights`, parts that are computed from them are not made.
     Raises AdapterNotFound, or AdapterRefused with the reason. It may run in any thread.
@@ -85,7 +85,7 @@ def make_parts(
     tensors: Mapping[str, torch.Tensor],
     base_weights: BaseWeights | None,
 ) -> AdapterParts:
-    """Makes the parts of an inspected adapter from the tensors of its file.
+    """Make the parts of an inspected adapter from the tensors of its file.
 
     The tensors must be read before, unless `found.contents.are_views`. Raises AdapterRefused.
     """

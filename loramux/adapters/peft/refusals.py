@@ -57,6 +57,6 @@ class RefusalCode(StrEnum):
 
 
 def name_some(names: list[str], *, limit: int = 3) -> str:
-    """Returns the first few names, followed by the number of the others."""
+    """Return the first few names, followed by the number of the others."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -78,7 +78,7 @@ def refuse_sparse(path: Path) -> None:
 
 
 def _data_bytes(file: BinaryIO, size: int) -> int:
-    """Returns the bytes of a file that are no holes; all, if the file system does not tell."""
+    """Return the bytes of a file that are no holes; all, if the file system does not tell."""
     total = at = 0
     for _ in range(_MAX_EXTENTS):
         try:
@@ -94,7 +94,7 @@ def _data_bytes(file: BinaryIO, size: int) -> int:
 
 
 def read_head(file: BinaryIO, size: int) -> bytes:
-    """Returns the eight bytes of the header's length, followed by the header."""
+    """Return the eight bytes of the header's length, followed by the header."""
     start = file.read(LENGTH_BYTES + len(LFS_MAGIC))
     if start.startswith(LFS_MAGIC):
         raise AdapterRefused(
@@ -136,7 +136,7 @@ def explain_bad_length(start: bytes, length: int, size: int) -> AdapterRefused:
 
 
 def parse_header(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
-    """Returns the tensors in the order of their data; refuses gaps and overlaps."""
+    """Return the tensors in the order of their data; refuse gaps and overlaps."""
     fields = decode_header(header)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -159,7 +159,7 @@ def parse_header(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
 
 
 def read_metadata(head: bytes) -> dict[str, object]:
-    """Returns the metadata in the start of a file that `read_head` has read."""
+    """Return the metadata in the start of a file that `read_head` has read."""
     metadata = decode_header(head[LENGTH_BYTES:]).get("__metadata__")
     return metadata if isinstance(metadata, dict) else {}
 

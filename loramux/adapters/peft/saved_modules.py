@@ -78,7 +78,7 @@ class NormMaker:
 
 
 def norm_paths(base: BaseModelInfo) -> dict[str, tuple[int, str]]:
-    """Returns (layer, name) of the norms that an adapter may replace, by path."""
+    """Return (layer, name) of the norms that an adapter may replace, by path."""
     names = {base.norm_names.attention: ATTENTION_NORM, base.norm_names.mlp: MLP_NORM}
     return {
         **{
@@ -92,7 +92,7 @@ def norm_paths(base: BaseModelInfo) -> dict[str, tuple[int, str]]:
 
 
 def plan_replaced(weights: dict[str, TensorEntry], base: BaseModelInfo) -> list[PartMaker]:
-    """Returns makers for the whole weights of projections and norms; refuses other modules.
+    """Return makers for the whole weights of projections and norms; refuse other modules.
 
     PEFT loads any weight of the base that the file holds, whether or not it is in modules_to_save.
     """

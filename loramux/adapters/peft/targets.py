@@ -47,7 +47,7 @@ def plan_modules(
     are_tied: bool = False,
     prefixes: Sequence[str] = (TEXT_PREFIX,),
 ) -> tuple[ModulePlan, ...]:
-    """Returns the plan of each targeted module, in the order of the base.
+    """Return the plan of each targeted module, in the order of the base.
 
     "all-linear" leaves out the embedding and the head. Where they are tied and ensure_weight_tying
     is set, PEFT adapts both or none. prefixes: of the base; patterns of the config are matched
@@ -126,7 +126,7 @@ def is_saved(names: Sequence[str], path: str) -> bool:
 
 
 def without_saved(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Returns the paths that may take a LoRA."""
+    """Return the paths that may take a LoRA."""
     if not names:
         return list(paths)
     hits = first_matches("modules_to_save", names, paths, template=EXCLUDED_BY_SAVING)
@@ -157,7 +157,7 @@ def matching_paths(field: str, names: tuple[str, ...] | str, paths: Sequence[str
 
 @lru_cache(maxsize=16_384)
 def suffixes(path: str) -> frozenset[str]:
-    """Returns all dotted suffixes of a path: a.b.c gives a.b.c, b.c and c."""
+    """Return all dotted suffixes of a path: a.b.c gives a.b.c, b.c and c."""
     parts = path.split(".")
     return frozenset(".".join(parts[start:]) for start in range(len(parts)))
 
@@ -182,7 +182,7 @@ def layer_numbers(config: TargetFields, paths: Sequence[str]) -> list[str | None
 def values_by_pattern(
     field: str, pairs: Sequence[tuple[str, Value]], paths: Sequence[str]
 ) -> list[Value | None]:
-    """Returns, for each path, the value of the first pattern that matches its end."""
+    """Return, for each path, the value of the first pattern that matches its end."""
     patterns = [pattern for pattern, _ in pairs]
     hits = first_matches(field, patterns, paths, template=MODULE_PATTERN)
     return [pairs[hit[0]][1] if hit else None for hit in hits]

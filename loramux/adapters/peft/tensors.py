@@ -27,7 +27,7 @@ class Pair:
 def pair_up(
     file: FileTensors, roles: tuple[Role, Role] = (Role.LORA_A, Role.LORA_B)
 ) -> dict[str, Pair]:
-    """Returns A and B by module path, in the order of the file."""
+    """Return A and B by module path, in the order of the file."""
     a, b = (file.of(role) for role in roles)
     lone = [
         f"{path} has no {other.name.lower()}"

@@ -67,7 +67,7 @@ _DIGESTS = _Digests()
 
 
 def find_tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Returns the tokenizer files of a folder, given by its real path; refuses links outside."""
+    """Return the tokenizer files of a folder, given by its real path; refuse links outside."""
     if not any((folder / name).exists() for name in MAIN_NAMES):
         return {}
     found = {name: find_file(folder, name) for name in MAX_BYTES}
@@ -75,17 +75,17 @@ def find_tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 def digest_tokenizer_files(folder: Path) -> dict[str, FileDigest]:
-    """Returns the digests of the tokenizer files of a folder; raises AdapterRefused."""
+    """Return the digests of the tokenizer files of a folder; raise AdapterRefused."""
     return {name: _DIGESTS.of(path, name) for name, path in find_tokenizer_files(folder).items()}
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Returns the bytes of the tokenizer files of a folder; raises AdapterRefused."""
+    """Return the bytes of the tokenizer files of a folder; raise AdapterRefused."""
     return {name: _read(path, name) for name, path in find_tokenizer_files(folder).items()}
 
 
 def tokenizer_digest(digests: Mapping[str, str]) -> str:
-    """Returns one digest of files by their names and SHA-256; empty if there are none.
+    """Return one digest of files by their names and SHA-256; empty if there are none.
 
     Names of other files are ignored.
     """

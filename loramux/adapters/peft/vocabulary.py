@@ -27,7 +27,7 @@ RESIZED_FIX = "Save the adapter with save_embedding_layers=True."
 
 
 def vocabulary_targets(base: BaseModelInfo) -> tuple[TargetModule, TargetModule]:
-    """The embedding and the head as modules that a LoRA may target."""
+    """Return the embedding and the head as modules that a LoRA may target."""
     sizes = (base.vocab_size, base.hidden_size)
     return (
         TargetModule(EMBEDDING_PATH, MODEL_LEVEL, EMBEDDING, *sizes),
@@ -221,7 +221,7 @@ def plan_vocabulary(
     tokens: TokenFields,
     ties_low_rank: bool = False,
 ) -> list[VocabularyMaker]:
-    """Finds what changes in the embedding and the head; raises AdapterRefused.
+    """Find what changes in the embedding and the head; raise AdapterRefused.
 
     `low_ranks`: by path. `saved`: modules_to_save. A tied embedding and head share what PEFT loads
     into the base and trained tokens, but a LoRA only with `ties_low_rank`, and no saved module.
@@ -266,7 +266,7 @@ class _OwnWeight:
 def _own_weights(
     file: FileTensors, base: BaseModelInfo, saved: Sequence[str]
 ) -> dict[str, _OwnWeight]:
-    """Returns the weights of embedding and head; tied ones share what is loaded into the base."""
+    """Return the weights of embedding and head; tied ones share what is loaded into the base."""
     weights = file.of(Role.WEIGHT)
     frozen = {path: _frozen(file, base, path) for path in PATHS}
     loaded = {}
@@ -309,7 +309,7 @@ def _same_size(entry: TensorEntry | None, base: BaseModelInfo) -> TensorEntry | 
 def _token_rows(
     file: FileTensors, base: BaseModelInfo, tokens: TokenFields
 ) -> dict[str, TokenRows]:
-    """Returns the trained rows of embedding and head.
+    """Return the trained rows of embedding and head.
 
     A tied head has those of the embedding, unless it has others of its own.
     """

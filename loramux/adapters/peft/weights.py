@@ -69,12 +69,12 @@ class WeightsReading:
         self._data = self._bytes[data_start:]
 
     def wait(self) -> None:
-        """Waits until all bytes are read; raises AdapterRefused."""
+        """Wait until all bytes are read; raise AdapterRefused."""
         for _, done in self._slices:
             done()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns views of the bytes, which are valid after wait(); 8-bit floats as bfloat16."""
+        """Return views of the bytes, which are valid after wait(); 8-bit floats as bfloat16."""
         return {entry.name: self._tensor(entry) for entry in self._weights.entries}
 
     def digest(self) -> FileDigest:
@@ -91,7 +91,7 @@ class WeightsReading:
         return FileDigest(digest.hexdigest(), weights.size)
 
     def finish(self) -> None:
-        """Waits until no worker uses the file any more."""
+        """Wait until no worker uses the file any more."""
         for _, done in self._slices:
             with suppress(AdapterRefused):
                 done()
@@ -140,7 +140,7 @@ class WeightsFile:
 
     @contextmanager
     def reading(self, workers: Workers = CALLING_THREAD) -> Iterator[WeightsReading]:
-        """Starts to read the file; at the end no worker uses it any more."""
+        """Start to read the file; at the end no worker uses it any more."""
         reading = WeightsReading(self, workers)
         try:
             yield reading
@@ -154,7 +154,7 @@ class WeightsFile:
 
 @contextmanager
 def open_weights(folder: Path, parse: ParseHeader = parse_header) -> Iterator[WeightsFile]:
-    """Opens the weights of an adapter folder and checks their header with `parse`."""
+    """Open the weights of an adapter folder and check their header with `parse`."""
     path = find_weights(folder)
     with refusing_os_errors(path):
         file = open_real(path)

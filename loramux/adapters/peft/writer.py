@@ -51,7 +51,7 @@ def lora_fields(
     *,
     known_paths: Collection[str],
 ) -> dict[str, object]:
-    """Returns the fields of an adapter_config.json for modules that come from these adapters.
+    """Return the fields of an adapter_config.json for modules that come from these adapters.
 
     `known_paths`: all modules of the adapters; those without a written module are not targeted.
     """
@@ -82,7 +82,7 @@ def lora_fields(
 def target_fields(
     configs: Sequence[PeftLoraConfig], paths: set[str], known_paths: Collection[str]
 ) -> dict[str, object]:
-    """Returns target fields that select exactly the modules `paths`.
+    """Return target fields that select exactly the modules `paths`.
 
     Equal fields of all adapters are kept and plain lists of names are joined, if they select these
     modules and no others in the known layers; else every module is named by its path.
@@ -121,7 +121,7 @@ def _selection(config: PeftLoraConfig) -> tuple[object, ...]:
 
 
 def _in_every_layer(paths: Collection[str]) -> set[str]:
-    """Returns the paths, and each of them with the number of every layer that occurs in one."""
+    """Return the paths, and each of them with the number of every layer that occurs in one."""
     numbers = {match[1] for path in paths if (match := LAYER_NUMBER.match(path))}
     grid = set(paths)
     for path in paths:
@@ -132,7 +132,7 @@ def _in_every_layer(paths: Collection[str]) -> set[str]:
 
 
 def _default_and_pattern(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    """Returns the most frequent value, and a pattern for each module that has another one.
+    """Return the most frequent value, and a pattern for each module that has another one.
 
     A projection with one value in all layers is named by its last name part.
     """
@@ -161,7 +161,7 @@ def _listed(names: tuple[str, ...] | str) -> object:
 
 
 def lora_tensors(modules: Sequence[WrittenModule]) -> dict[str, torch.Tensor]:
-    """Returns the tensors under PEFT's names."""
+    """Return the tensors under PEFT's names."""
     return {
         f"base_model.model.{module.path}.lora_{half}.weight": tensor
         for module in modules
@@ -175,7 +175,7 @@ def write_files(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors into an existing folder."""
+    """Write adapter_config.json and adapter_model.safetensors into an existing folder."""
     text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
     _write_synced(folder / CONFIG_NAME, [text.encode("utf-8")])
     _write_synced(folder / WEIGHTS_NAME, safetensors_chunks(tensors, metadata or {}))
@@ -184,7 +184,7 @@ def write_files(
 def safetensors_chunks(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes]:
-    """Yields the file in parts; equal tensors and metadata give equal bytes.
+    """Yield the file in parts; equal tensors and metadata give equal bytes.
 
     The library of safetensors writes the metadata in an order that varies from run to run.
     """
@@ -218,7 +218,7 @@ def _write_synced(path: Path, chunks: Iterator[bytes] | Sequence[bytes]) -> None
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yields a staging folder that becomes `folder` after the block, or vanishes if it raises.
+    """Yield a staging folder that becomes `folder` after the block, or vanishes if it raises.
 
     Refuses a folder that exists and is not empty, before the block and after it. Staging folders
     of processes that died are removed.

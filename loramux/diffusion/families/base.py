@@ -133,12 +133,12 @@ class Family(ABC):
         return max(side // self.size_factor, 1) * self.size_factor
 
     def check_pipeline(self) -> None:  # noqa: B027
-        """Raises UnsupportedModel for a variant of the pipeline that this family cannot run."""
+        """Raise UnsupportedModel for a variant of the pipeline that this family cannot run."""
 
     # Properties of a request.
 
     def check(self, request: ImageRequest) -> None:
-        """Raises InvalidRequest for a request that this model cannot serve."""
+        """Raise InvalidRequest for a request that this model cannot serve."""
         for name in ("width", "height"):
             value = getattr(request, name)
             if value % self.size_factor:
@@ -174,7 +174,7 @@ class Family(ABC):
             )
 
     def guidance(self, request: ImageRequest) -> float:
-        """The value of guidance_scale."""
+        """Return the value of guidance_scale."""
         given = request.guidance_scale
         return self.default_guidance if given is None else given
 
@@ -191,7 +191,7 @@ class Family(ABC):
         return request.max_sequence_length or default
 
     def batch_key(self, request: ImageRequest) -> tuple[int, ...]:
-        """Requests with equal keys may share a forward."""
+        """Request with equal keys may share a forward."""
         size = (request.height, request.width)
         return (*size, self.length(request)) if self.needs_equal_text else size
 
@@ -211,10 +211,10 @@ class Family(ABC):
 
     @abstractmethod
     def encode(self, text: str, length: int) -> Text:
-        """Encodes one prompt."""
+        """Encode one prompt."""
 
     def encode_negative(self, text: str, length: int) -> Text:
-        """Encodes a negative prompt, which may be empty."""
+        """Encode a negative prompt, which may be empty."""
         return self.encode(text, length)
 
     def encode_weighed(self, text: str, length: int, *, is_negative: bool) -> Text:
@@ -265,15 +265,15 @@ class Family(ABC):
         return Beginning(self.pack(latents), timesteps, first, kept)
 
     def first_step(self, steps: int, strength: float) -> int:
-        """The number of steps that a source image leaves out."""
+        """Return the number of steps that a source image leaves out."""
         return int(steps - steps * strength)
 
     def first_scale(self, scheduler: Any) -> float | Tensor:
-        """The deviation of the noise that an image without a source begins with."""
+        """Return the deviation of the noise that an image without a source begins with."""
         return 1.0
 
     def encode_image(self, image: Tensor, generator: torch.Generator) -> Tensor:
-        """Encodes [1, 3, height, width] in [-1, 1] to latents that are not packed."""
+        """Encode [1, 3, height, width] in [-1, 1] to latents that are not packed."""
         vae = self.pipe.vae
         latents = sample_latents(vae, image.to(vae.dtype), generator)
         shifted: Tensor = (latents - vae.config.shift_factor) * vae.config.scaling_factor
@@ -285,26 +285,26 @@ class Family(ABC):
 
     @abstractmethod
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
-        """Runs the denoiser once; returns the prediction of each row, with a leading 1."""
+        """Run the denoiser once; return the prediction of each row, with a leading 1."""
 
     def token_ranges(self, rows: Sequence[Row]) -> TokenRanges:
         return {}
 
     def guide(self, request: ImageRequest, positive: Tensor, negative: Tensor) -> Tensor:
-        """Combines the two predictions of an image with classifier-free guidance."""
+        """Combine the two predictions of an image with classifier-free guidance."""
         return negative + self.guidance(request) * (positive - negative)
 
     def predicted(self, sampling: Sampling, prediction: Tensor) -> Tensor:
-        """Returns the clean latents that a prediction means, before the sampler's step."""
+        """Return the clean latents that a prediction means, before the sampler's step."""
         sigma: Tensor = sampling.scheduler.sigmas[sampling.first + sampling.position]
         return sampling.latents - sigma * prediction
 
     @abstractmethod
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """Decodes images of one (height, width) to [rows, 3, height, width] in [-1, 1]."""
+        """Decode images of one (height, width) to [rows, 3, height, width] in [-1, 1]."""
 
     def images(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """Decodes to [rows, height, width, 3] in [0, 1]."""
+        """Decode to [rows, height, width, 3] in [0, 1]."""
         decoded = self.decode(latents, size)
         return (decoded / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float().cpu()
 

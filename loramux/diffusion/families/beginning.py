@@ -18,7 +18,7 @@ class Kept:
     """1 where the image is drawn anew."""
 
     def restored(self, latents: Tensor, scheduler: Any, timestep: Tensor | None) -> Tensor:
-        """Returns the latents with the kept part of the source.
+        """Return the latents with the kept part of the source.
 
         It gets the noise of the next timestep; None: it gets none, after the last step.
         """

@@ -26,7 +26,7 @@ FAMILIES: tuple[type[Family], ...] = (
 
 
 def find_family(name: str) -> type[Family]:
-    """Returns the family of a pipeline's class; raises UnsupportedModel."""
+    """Return the family of a pipeline's class; raise UnsupportedModel."""
     for family in FAMILIES:
         if family.pipeline_class == name:
             return family

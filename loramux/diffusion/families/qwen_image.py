@@ -96,7 +96,7 @@ class QwenImage(FlowFamily):
 
 
 def padded(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Pads [1, tokens, width] to the longest; the mask is None if all are equally long."""
+    """Pad [1, tokens, width] to the longest; the mask is None if all are equally long."""
     lengths = [value.shape[1] for value in embeds]
     longest = max(lengths)
     rows = torch.cat([F.pad(value, (0, 0, 0, longest - value.shape[1])) for value in embeds])
@@ -107,7 +107,7 @@ def padded(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def decode_frame(vae: Any, latents: Tensor) -> Tensor:
-    """Decodes the first frame with a video VAE."""
+    """Decode the first frame with a video VAE."""
     latents = latents.to(vae.dtype)
     mean, std = frame_statistics(vae, latents)
     image: Tensor = vae.decode(latents * std + mean, return_dict=False)[0][:, :, 0]

@@ -194,7 +194,7 @@ class Sdxl(Family):
 
     @contextmanager
     def _upcast_vae(self, *, is_needed: bool) -> Iterator[None]:
-        """This VAE overflows in float16."""
+        """Decode in float32: this VAE overflows in float16."""
         vae = self.pipe.vae
         kept = vae.dtype
         if is_needed and kept != torch.float32:

@@ -74,7 +74,7 @@ class ZImage(FlowFamily):
         }
 
     def guide(self, request: ImageRequest, positive: Tensor, negative: Tensor) -> Tensor:
-        """This family's scale of 0 is the positive prediction alone."""
+        """Return the scale, of which 0 is the positive prediction alone."""
         return positive + self.guidance(request) * (positive - negative)
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:

@@ -44,7 +44,7 @@ class FileContent:
 
 
 def read_file(place: Path) -> FileContent:
-    """Reads a .safetensors file, or the one of a folder; raises AdapterRefused."""
+    """Read a .safetensors file, or the one of a folder; raise AdapterRefused."""
     path, config_path = find_image_file(place)
     config = None if config_path is None else read_image_config(config_path)
     try:
@@ -69,5 +69,5 @@ def read_file(place: Path) -> FileContent:
 
 
 def _renamed(error: Refusal, name: str) -> AdapterRefused:
-    """The reason with this file's name in place of PEFT's."""
+    """Return the reason with this file's name in place of PEFT's."""
     return AdapterRefused(error.code, error.reason.replace(WEIGHTS_NAME, name), fix=error.fix)

@@ -40,11 +40,11 @@ class Pair:
         return replace(self, b=self.b * factor)
 
     def swapped(self) -> Pair:
-        """Returns it with the other half of the rows first."""
+        """Return it with the other half of the rows first."""
         return replace(self, b=torch.cat(self.b.chunk(2)[::-1]))
 
     def part(self, name: str, weight: Tensor, start: int) -> LowRank:
-        """Returns the rows of one module from `start` on; raises AdapterRefused."""
+        """Return the rows of one module from `start` on; raise AdapterRefused."""
         rows = self.b[start : start + len(weight)]
         return LowRank(_fitted(name, self.a, weight), rows.contiguous())
 
@@ -91,7 +91,7 @@ class KroneckerFactors:
 
 
 def read_factors(name: str, parts: Parts) -> Pair | KroneckerFactors | None:
-    """Returns the delta of the weight, without the scale; None if the bias alone changes."""
+    """Return the delta of the weight, without the scale; None if the bias alone changes."""
     roles = set(parts)
     if not is_whole(roles):
         found = ", ".join(sorted(roles)) or "alpha alone"
@@ -118,7 +118,7 @@ def read_factors(name: str, parts: Parts) -> Pair | KroneckerFactors | None:
 
 
 def magnitude(name: str, parts: Parts) -> Tensor | None:
-    """Returns the DoRA magnitude of each output row; None without DoRA."""
+    """Return the DoRA magnitude of each output row; None without DoRA."""
     found, theirs = parts.get(Role.MAGNITUDE), parts.get(Role.DORA)
     if theirs is not None:
         if found is not None or theirs.numel() != len(theirs):
@@ -133,7 +133,7 @@ def magnitude(name: str, parts: Parts) -> Tensor | None:
 
 
 def _full(name: str, delta: Tensor, rank: int | None) -> Pair:
-    """Returns a whole matrix as a pair, if it is small enough."""
+    """Return a whole matrix as a pair, if it is small enough."""
     if min(delta.flatten(1).shape) > _MAX_FULL_RANK:
         raise AdapterRefused(
             RefusalCode.FULL_WEIGHTS,
@@ -169,7 +169,7 @@ def _tucker(name: str, parts: Parts) -> Pair:
 
 
 def _hadamard(name: str, parts: Parts) -> Pair:
-    """Writes (w1a w1b) * (w2a w2b) as one pair: its ranks are pairs of the two ranks."""
+    """Write (w1a w1b) * (w2a w2b) as one pair: its ranks are pairs of the two ranks."""
     w1a, w1b, w2a, w2b = (parts[role] for role in LOHA)
     if any(part.dim() != 2 for part in (w1a, w1b, w2a, w2b)) or (
         w1a.shape[1] != len(w1b)
@@ -212,7 +212,7 @@ def _kronecker(name: str, parts: Parts) -> Pair | KroneckerFactors:
 
 
 def _halves(name: str, parts: Parts, whole: Role, b: Role, a: Role) -> tuple[Tensor, ...]:
-    """Returns a factor as it is in the file: one matrix, or two whose product it is."""
+    """Return a factor as it is in the file: one matrix, or two whose product it is."""
     if whole in parts:
         only = parts[whole]
         if only.dim() < 2 or not only.numel() or (whole is Role.LOKR_W1 and only.dim() != 2):
@@ -237,7 +237,7 @@ def _with_eye(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitted(name: str, a: Tensor, weight: Tensor) -> Tensor:
-    """Returns A in the shape of the layer; 1 x 1 convolutions and linear layers are the same."""
+    """Return A in the shape of the layer; 1 x 1 convolutions and linear layers are the same."""
     wanted = weight.shape[1:]
     is_same_size = a[0].numel() == wanted.numel() and (
         a.dim() == 2 or a.shape[1:] == wanted or a.shape[1] == wanted.numel()

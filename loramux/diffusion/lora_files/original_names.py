@@ -27,7 +27,7 @@ def flux_names(net: Any) -> Iterator[Original]:
 
 
 def _flux_ends(embedders: str) -> Iterator[Original]:
-    """Yields the modules before and after the blocks, which FLUX.1 and FLUX.2 have."""
+    """Yield the modules before and after the blocks, which FLUX.1 and FLUX.2 have."""
     yield Original("img_in", ("x_embedder",))
     yield Original("txt_in", ("context_embedder",))
     yield Original("final_layer.linear", ("proj_out",))

@@ -56,7 +56,7 @@ class AdapterReport:
 
 
 def read_adapter(place: Path, names: PipelineNames) -> tuple[ImageAdapter, AdapterReport]:
-    """Reads a file or a folder; raises AdapterRefused with the reason and the fix."""
+    """Read a file or a folder; raise AdapterRefused with the reason and the fix."""
     content = read_file(place)
     groups = _group(content, names)
     settings = _settings(content, names)
@@ -82,7 +82,7 @@ def read_adapter(place: Path, names: PipelineNames) -> tuple[ImageAdapter, Adapt
 
 
 def _group(content: FileContent, names: PipelineNames) -> _Groups:
-    """Groups the tensors by module; refuses what has no place in the pipeline."""
+    """Group the tensors by module; refuse what has no place in the pipeline."""
     groups: _Groups = {}
     unknown: dict[str, dict[str, Tensor]] = {}
     for key, tensor in content.tensors.items():
@@ -183,7 +183,7 @@ def _deltas(
     names: PipelineNames,
     settings: LoraSettings | None,
 ) -> Iterator[tuple[str, ModuleDelta]]:
-    """Yields (path, delta) for each module that the file's matrix stands for."""
+    """Yield (path, delta) for each module that the file's matrix stands for."""
     lengths = magnitude(name, parts)
     factors = read_factors(name, {r: part for r, part in parts.items() if r not in _BESIDE})
     weights = [names.targets[named.component][path].weight for path in named.paths]
@@ -225,7 +225,7 @@ def _swapped(rows: Tensor | None) -> Tensor | None:
 
 
 def _bias(name: str, parts: Mapping[Role, Tensor], scale: float, num_rows: int) -> Tensor | None:
-    """Returns the change of the bias; PEFT scales that of lora_B as the matrices."""
+    """Return the change of the bias; PEFT scales that of lora_B as the matrices."""
     scales = ((Role.BIAS, scale), (Role.DIFF_BIAS, 1.0))
     biases = [parts[role].flatten() * factor for role, factor in scales if role in parts]
     for bias in biases:

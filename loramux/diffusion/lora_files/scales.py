@@ -45,7 +45,7 @@ class LoraSettings:
 
 
 def parse_settings(fields: Mapping[str, Any], paths: Collection[str], where: str) -> LoraSettings:
-    """Reads a LoraConfig for modules of these paths; refuses fields beyond the scale."""
+    """Read a LoraConfig for modules of these paths; refuse fields beyond the scale."""
     _refuse_unserved(fields, where)
     is_lora = _kind(fields) == "LORA"
     try:
@@ -74,7 +74,7 @@ def _patterns(fields: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def _by_path(name: str, given: Mapping[str, float], paths: Collection[str]) -> Mapping[str, float]:
-    """Returns the values of the patterns by the modules that match them."""
+    """Return the values of the patterns by the modules that match them."""
     if not given:
         return {}
     patterns, keys = list(given), sorted(paths)
@@ -108,7 +108,7 @@ def _refuse_unserved(fields: Mapping[str, Any], where: str) -> None:
 def settings_in_header(
     metadata: Mapping[str, str], paths: Mapping[str, Collection[str]]
 ) -> dict[str, LoraSettings]:
-    """Returns the settings that diffusers wrote into a file's header, by component.
+    """Return the settings that diffusers wrote into a file's header, by component.
 
     `paths`: the modules of each component of the model.
     """

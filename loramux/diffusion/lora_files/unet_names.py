@@ -27,7 +27,7 @@ _PROCESSOR = re.compile(r"(.+\.attn\d?)\.(to_[qkv]|to_out)(?:\.0)?")
 
 
 def sgm_names(paths: Iterable[str], layers_per_block: int) -> Mapping[str, str]:
-    """Returns the original UNet's name of each module path.
+    """Return the original UNet's name of each module path.
 
     There, each resnet with its attention is a block of its own, and so is each downsampler;
     an upsampler is the last part of the block before it.
@@ -72,6 +72,6 @@ def _part(kind: str, rest: str) -> str:
 
 
 def processor_name(path: str) -> str:
-    """Returns the name of an attention's module in old diffusers: attn1.processor.to_q."""
+    """Return the name of an attention's module in old diffusers: attn1.processor.to_q."""
     found = _PROCESSOR.fullmatch(path)
     return path if found is None else f"{found[1]}.processor.{found[2]}"

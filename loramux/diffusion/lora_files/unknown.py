@@ -25,7 +25,7 @@ _DENOISERS = {
 
 
 def refuse_unknown(keys: Sequence[str], num_tensors: int, names: PipelineNames) -> NoReturn:
-    """Raises the refusal of tensors that have no place in the pipeline."""
+    """Raise the refusal of tensors that have no place in the pipeline."""
     kind = family_of_keys(keys)
     own = _DENOISERS.get(names.denoiser_class)
     shown = name_some(list(keys))

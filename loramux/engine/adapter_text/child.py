@@ -59,7 +59,7 @@ class _Child:
         self._description = Description(is_base=True)
 
     def run(self) -> None:
-        """The first request says whose texts the others are."""
+        """Answer requests; the first one says whose texts the others are."""
         first = json.loads(self._receive())
         try:
             self._start(first)

@@ -33,7 +33,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_template(templates: str | Mapping[str, str] | None, *, has_tools: bool) -> str:
-    """Returns the template for a request; raises ValueError if there is none for it."""
+    """Return the template for a request; raise ValueError if there is none for it."""
     if isinstance(templates, str):
         return templates
     texts = templates or {}

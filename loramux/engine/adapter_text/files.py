@@ -92,7 +92,7 @@ class Base:
 
 
 def check_sizes(folder: Path, base: Base) -> int:
-    """Returns the size of an adapter's tokenizer files; raises AdapterRefused if it is absurd."""
+    """Return the size of an adapter's tokenizer files; raise AdapterRefused if it is absurd."""
     with refusing_os_errors(folder):
         sizes = {
             name: path.stat().st_size
@@ -113,7 +113,7 @@ def check_sizes(folder: Path, base: Base) -> int:
 def read_adapter(
     folder: Path, digest: str, vocab_size: int, base: Base
 ) -> tuple[Description, Tokenizer]:
-    """Returns what the files of an adapter say, and the tokenizer for its texts.
+    """Return what the files of an adapter say, and the tokenizer for its texts.
 
     `digest`: of the files as they were when the adapter was registered; `vocab_size`: rows of its
     embedding. Raises AdapterRefused.
@@ -200,7 +200,7 @@ def _same_vocabulary(base: bytes | None, own: Mapping[str, bytes]) -> bool:
 
 
 def _effective(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns tokenizer.json without what trainers change in it and has no effect here."""
+    """Return tokenizer.json without what trainers change in it and has no effect here."""
     kept = {**fields, "padding": None, "truncation": None}
     processor = kept.get("post_processor")
     if isinstance(processor, dict) and processor.get("type") == "TemplateProcessing":
@@ -298,7 +298,7 @@ def _eos_ids(
     settings: Settings,
     special: Mapping[str, str],
 ) -> frozenset[int]:
-    """Returns the ids by eos_token, and by eos_token_id of the generation config."""
+    """Return the ids by eos_token, and by eos_token_id of the generation config."""
     named = special.get("eos_token", tokenizer.special_tokens.get("eos_token"))
     found = None if named is None else tokenizer.token_id(named)
     ids = set() if found is None else {found}
@@ -313,7 +313,7 @@ def _eos_ids(
 
 
 def _templates(own: Mapping[str, bytes], settings: Settings) -> Any:
-    """Returns the template, or templates by name; None: the adapter has none."""
+    """Return the template, or templates by name; None: the adapter has none."""
     found = _find_templates(own, settings)
     texts = found.items() if isinstance(found, dict) else [("", found or "")]
     total = sum(len(name) + len(text) for name, text in texts)
@@ -352,7 +352,7 @@ def _same_for(texts: object, tokens: Mapping[str, str], base: Tokenizer) -> bool
 
 
 def _special_tokens(own: Mapping[str, bytes], settings: Settings) -> dict[str, str]:
-    """Returns the special tokens that the files name, by their names."""
+    """Return the special tokens that the files name, by their names."""
     listed = _decode_object(own, SPECIAL_NAME)
     found = {}
     for name in (*_TOKEN_NAMES, "mask_token"):

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _fork(control: socket.socket, descriptor: int, base: Base, scratch: Path) -> int:
-    """Returns the id of the new process, or 0 if there can be none now."""
+    """Return the id of the new process, or 0 if there can be none now."""
     try:
         pid = os.fork()
     except OSError:
@@ -59,7 +59,7 @@ def _fork(control: socket.socket, descriptor: int, base: Base, scratch: Path) ->
 
 
 def _end(pid: int, scratch: Path) -> int:
-    """Ends a process, and returns its exit status, or minus the signal that ended it."""
+    """End a process, and return its exit status, or minus the signal that ended it."""
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     shutil.rmtree(scratch / str(pid), ignore_errors=True)
@@ -67,7 +67,7 @@ def _end(pid: int, scratch: Path) -> int:
 
 
 def _import_lazily_loaded(base: Base) -> None:
-    """Renders templates, one of which fails, because processes may open no modules later."""
+    """Render templates, one of which fails, because processes may open no modules later."""
     template = "{{ messages | tojson }}{{ strftime_now('%d') }}{{ tools }}"
     messages = [{"role": "user", "content": "a"}]
     arguments = {"tools": [{"type": "function"}], "add_generation_prompt": True}

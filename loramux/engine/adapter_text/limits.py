@@ -67,7 +67,7 @@ def isolate() -> None:
 
 
 def seal() -> None:
-    """Takes the right to open files and sockets, and to write."""
+    """Take the right to open files and sockets, and to write."""
     limit(resource.RLIMIT_FSIZE, 0, is_final=True)
     limit(resource.RLIMIT_NOFILE, 0, is_final=True)
 
@@ -79,7 +79,7 @@ class Budget:
         self._used = _address_space()
 
     def settle(self) -> None:
-        """Counts the memory that the process has now as its own, whatever comes later."""
+        """Count the memory that the process has now as its own, whatever comes later."""
         self._used = _address_space()
 
     def grant(self, cpu_seconds: float, num_bytes: int) -> None:
@@ -89,7 +89,7 @@ class Budget:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
     def stop(self) -> None:
-        """Stops the clock."""
+        """Stop the clock."""
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
@@ -100,7 +100,7 @@ def limit(kind: int, value: int, *, is_final: bool = False) -> None:
 
 
 def _address_space() -> int:
-    """Returns the size of the process; 0 on systems that do not tell."""
+    """Return the size of the process; 0 on systems that do not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[0])
     except OSError:

@@ -91,7 +91,7 @@ class AdapterProcesses:
         return description
 
     def ask(self, source: Source, description: Description, fields: Mapping[str, Any]) -> list[int]:
-        """Returns the token ids of a request; raises InvalidRequest if it breaks a limit."""
+        """Return the token ids of a request; raise InvalidRequest if it breaks a limit."""
         request = wire.encode_request(fields)
         shares = description.shares_vocabulary
         with self._slot(source, 1 if shares else _OWN_WEIGHT) as slot:
@@ -143,7 +143,7 @@ class AdapterProcesses:
 
     @contextmanager
     def _slot(self, source: Source, weight: int) -> Iterator[_Slot]:
-        """Yields the place of the adapter's process, alone."""
+        """Yield the place of the adapter's process, alone."""
         while True:
             with self._lock:
                 slot = self._slots.setdefault(source, _Slot(weight))
@@ -157,7 +157,7 @@ class AdapterProcesses:
         self._evict()
 
     def _evict(self) -> None:
-        """Ends idle processes until those that are left are few enough."""
+        """End idle processes until those that are left are few enough."""
         with self._lock:
             total = sum(slot.weight for slot in self._slots.values())
             for source, slot in list(self._slots.items()):
@@ -200,7 +200,7 @@ class AdapterProcess:
                 raise
 
     def call(self, request: bytes, limit_s: float) -> bytes:
-        """Returns the answer; raises Died, and the process is gone then."""
+        """Return the answer; raise Died, and the process is gone then."""
         deadline = time.monotonic() + limit_s
         try:
             self._connection.settimeout(limit_s)
@@ -212,7 +212,7 @@ class AdapterProcess:
             raise Died(self.end(), is_late=False) from error
 
     def end(self) -> int:
-        """Ends the process; returns its exit status, or minus the signal that ended it."""
+        """End the process; return its exit status, or minus the signal that ended it."""
         self._close()
         return self._forks.end(self._pid)
 
@@ -226,7 +226,7 @@ class ForkServer:
         self._lock = threading.Lock()
 
     def fork(self, connection: socket.socket) -> int:
-        """Returns the id of a process that serves the connection."""
+        """Return the id of a process that serves the connection."""
         with self._lock:
             if self._running is None or not self._running.is_alive:
                 self._stop()

@@ -89,7 +89,7 @@ class AdapterTokenizer:
         return self._text(token_id) is None
 
     def added_token_id(self, text: str) -> int | None:
-        """Returns the id of the added token with this text, special or not; None: there is none."""
+        """Return the id of the added token with this text, special or not; None: there is none."""
         found = self._id_of.get(text)
         return self._base.added_token_id(text) if found is None else found
 
@@ -100,7 +100,7 @@ class AdapterTokenizer:
         return tuple(dict.fromkeys((*base_ids, *self._description.eos_token_ids)))
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Returns the special tokens and the chat template for clients that tokenize."""
+        """Return the special tokens and the chat template for clients that tokenize."""
         tokens = {name: self._description.tokens.get(name) for name in NAMED_TOKENS}
         return {**tokens, "chat_template": self._description.templates}
 

@@ -34,7 +34,7 @@ def send_request(connection: socket.socket, request: bytes) -> None:
 
 
 def encode_request(fields: Mapping[str, Any]) -> bytes:
-    """Raises InvalidRequest for what is not JSON, and RecursionError."""
+    """Raise InvalidRequest for what is not JSON, and RecursionError."""
     try:
         return json.dumps(fields).encode()
     except (TypeError, ValueError) as error:
@@ -42,7 +42,7 @@ def encode_request(fields: Mapping[str, Any]) -> bytes:
 
 
 def receive(connection: socket.socket, *, limit: int, deadline: float | None = None) -> bytes:
-    """Raises Closed, or TimeoutError after the deadline of time.monotonic()."""
+    """Raise Closed, or TimeoutError after the deadline of time.monotonic()."""
     (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline))
     if length > limit:
         raise Closed(f"a message of {length} bytes")

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _check(text: str) -> None:
-    """Writes the answer and ends the process."""
+    """Write the answer and end the process."""
     from loramux.engine.grammar.library import check_grammar, compile_for_bytes
     from loramux.types.grammar import Grammar
 

@@ -12,5 +12,5 @@ import torch
 
 
 def detect_cpu() -> None:
-    """Makes MKL detect the CPU on the calling thread; call it before several threads compute."""
+    """Make MKL detect the CPU on the calling thread; call it before several threads compute."""
     torch.zeros(1).cos()

@@ -53,7 +53,7 @@ def _emit_scores(builder: Any, num_heads: int, args: Any) -> None:
 
 
 def _store_sums(builder: Any, vectors: list[Any], target: Any) -> None:
-    """Stores the horizontal sums of four vectors one behind the other."""
+    """Store the horizontal sums of four vectors one behind the other."""
     simd_width = _SIMD_WIDTH
     while simd_width > TOKENS:
         simd_width //= 2
@@ -114,7 +114,7 @@ def _emit_mix(builder: Any, num_heads: int, args: Any) -> None:
 
 
 def _largest(_, start, count):
-    """The largest of the floats; NaN only if all of them are NaN."""
+    """Return the largest of the floats; NaN only if all of them are NaN."""
 
     def code(context, builder, signature, values):
         start, count = values
@@ -155,7 +155,7 @@ _mix_4, _mix_3, _mix_2, _mix_1 = (
 
 @njit(inline="always", error_model="numpy")
 def heads_at(head, stop):
-    """Number of heads of the tile that begins at h."""
+    """Return the number of heads of the tile that begins at h."""
     return min(stop - head, _MAX_HEADS)
 
 

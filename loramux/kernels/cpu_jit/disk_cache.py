@@ -27,7 +27,7 @@ def can_cache(folder: Path) -> bool:
 
 
 def keep_together(folder: Path) -> None:
-    """Makes cache entries of a folder's files valid only while none of the files has changed."""
+    """Make cache entries of a folder's files valid only while none of the files has changed."""
     known = caching.CacheImpl._locator_classes
     stamp = stamp_of(folder)
     # Numba takes the first locator that accepts a function's file; other folders are unaffected.
@@ -44,7 +44,7 @@ def stamp_of(folder: Path) -> str:
 
 
 def _for_folder(locator: Any, folder: Path, stamp: str) -> Any:
-    """The locator, with the folder's stamp, for the files of one folder."""
+    """Return the locator, with the folder's stamp, for the files of one folder."""
 
     class FolderLocator(locator):  # type: ignore[misc]
         @classmethod

@@ -56,7 +56,7 @@ def _code(magnitude, exponent):
     **_ROUNDING,
 )
 def pack_a(a, words, largest, exponents):
-    """Writes rows [ranks, width] to words [octets, 3, width], with their maxima and exponents."""
+    """Write rows [ranks, width] to words [octets, 3, width], with their maxima and exponents."""
     num_rows, width = a.shape
     words[:] = 0
     for row in range(num_rows):
@@ -105,7 +105,7 @@ def pack_a(a, words, largest, exponents):
     **_ROUNDING,
 )
 def pack_b(b, scale, exponents, out, largest):
-    """Writes scale * 2^exponent * b [width, ranks] to out [ranks, width], and the maxima of b."""
+    """Write scale * 2^exponent * b [width, ranks] to out [ranks, width], and the maxima of b."""
     width, num_ranks = b.shape
     for rank in range(num_ranks):
         factor = scale * _power_of_two(exponents[rank])

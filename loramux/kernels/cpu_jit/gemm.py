@@ -139,7 +139,9 @@ def _take_packs(addresses, sizes):
 
 @njit("void(UniTuple(int64, 5), UniTuple(int64, 2), UniTuple(int64, 3))", **OPTIONS)
 def _panel_part(addresses, rows, part):
-    """The rows from rows[0] to rows[1] of one panel's columns, over one part of the inner size."""
+    """Return the rows from rows[0] to rows[1] of one panel's columns, over one part of the inner
+    size.
+    """
     x, panel, first, y, y_stride = addresses
     row, stop = rows
     k, depth, total_rows = part
@@ -183,7 +185,7 @@ def _panels(addresses, rows, sizes):
 
 @njit("void(UniTuple(int64, 6), UniTuple(int64, 5), int64)", **OPTIONS)
 def take_gemm(addresses, sizes, num_threads):
-    """A thread's part of the GEMM; all of y is complete when this returns.
+    """Return a thread's part of the GEMM; all of y is complete when this returns.
 
     addresses: x, packed, panels, start, y, counters; sizes: size, depth, total_rows, num_columns,
     width. Free threads take the next piece, so that none waits for a thread that has not started.

@@ -99,7 +99,7 @@ def _take_rows(kind, places, shape, counter, eps):
     **OPTIONS,
 )
 def _multiply_add(matrices, vectors, lists, tables, plan, eps):
-    """Passes addresses to the threads: reference counts of a shared array would be contended.
+    """Pass addresses to the threads: reference counts of a shared array would be contended.
 
     lists: addresses of adapters, and counters, which are zero; the third matrix is scratch, one row
     per thread.

@@ -184,7 +184,7 @@ def _add_gemm(places, size):
 
 @njit("void(int64, int64, int64)", **OPTIONS)
 def _touch(start, num_floats, sink):
-    """Reads one float per cache line in address order, which is faster than the order of tiles."""
+    """Read one float per cache line in address order, which is faster than the order of tiles."""
     values, total = floats_at(start, num_floats), np.float32(0)
     for i in range(0, num_floats, LINE_BYTES // FLOAT_BYTES):
         total += values[i]
@@ -251,7 +251,7 @@ def _add_streamed(places, size, adapter, weight):
 
 @njit("int64(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
 def take_runs(rows, size, tables):
-    """Takes runs one by one, since a prefill's run takes as long as many decodes'.
+    """Take runs one by one, since a prefill's run takes as long as many decodes'.
 
     Returns the number of runs of this thread.
     """
@@ -284,7 +284,7 @@ _ADD_RUNS = (
 
 @njit(_ADD_RUNS, parallel=True, **OPTIONS)
 def _add_runs(y, x, addresses, site, runs, weights, taken, scratch):
-    """Passes addresses to the threads: reference counts of a shared array would be contended.
+    """Pass addresses to the threads: reference counts of a shared array would be contended.
 
     taken: zero; scratch: of each thread.
     """

@@ -39,7 +39,7 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 
 
 def use_threads(count: int) -> None:
-    """Uses as many threads as torch's GEMMs."""
+    """Use as many threads as torch's GEMMs."""
     set_num_threads(min(count, int(config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
 
 
@@ -107,7 +107,7 @@ _float_pointer, _long_pointer = _pointer_of(types.float32), _pointer_of(types.in
 
 @njit(inline="always", error_model="numpy")
 def floats_at(address, count):
-    """An array over memory that the caller keeps alive, without reference counting."""
+    """Return an array over memory that the caller keeps alive, without reference counting."""
     return carray(_float_pointer(address), count)
 
 

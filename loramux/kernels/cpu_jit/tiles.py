@@ -34,7 +34,7 @@ class TileShape:
 
 
 def tile_shape(machine: str, features: dict[str, bool]) -> TileShape:
-    """Returns the largest tile whose accumulators, panel row and column of x fit the registers."""
+    """Return the largest tile whose accumulators, panel row and column of x fit the registers."""
     if machine in ("aarch64", "arm64"):
         return TileShape(simd_width=4, vectors=3, rows=8, max_depth=640)
     if features.get("avx512f"):
@@ -103,7 +103,7 @@ class Emitter:
         self.builder.call(self._prefetch, [self.builder.inttoptr(address, _BYTES), *hints])
 
     def start(self, base: Any, stride: Any) -> list[Any]:
-        """The accumulators, row after row."""
+        """Return the accumulators, row after row."""
         sums = []
         for _ in range(self.num_rows):
             for v in range(self.vectors):
@@ -233,7 +233,7 @@ def _emit_row(builder: Any, vectors: int, args: Any) -> None:
 
 
 def tile_of(emit: Any, size: int) -> Any:
-    """The tile that `emit` makes for a size, called with one tuple of integers."""
+    """Return the tile that `emit` makes for a size, called with one tuple of integers."""
 
     @intrinsic
     def tile(_, args):
@@ -257,7 +257,7 @@ _row_4, _row_2, _row_1 = (tile_of(_emit_row, vectors) for vectors in (4, 2, 1))
 
 
 def _multiply_add(_, a, b, c):
-    """a * b + c, rounded as the tiles round it."""
+    """Return a * b + c, rounded as the tiles round it."""
 
     def code(context, builder, signature, values):
         if not SHAPE.is_fused:

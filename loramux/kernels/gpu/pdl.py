@@ -37,7 +37,9 @@ def supports_tma(device_type: str) -> bool:
 
 @functools.cache
 def num_sms(device_type: str) -> int:
-    """Number of SMs; a few for the interpreter, so that long spans are split there as well."""
+    """Return the number of SMs; a few for the interpreter, so that long spans are split there as
+    well.
+    """
     return 8 if device_type != "cuda" else _property("multiprocessor_count")
 
 
@@ -54,7 +56,7 @@ def _property(name: str) -> int:
 
 @triton.jit
 def pdl_wait_and_launch(PDL: tl.constexpr):
-    """Waits for the kernel ahead, then lets the next one start.
+    """Wait for the kernel ahead, then let the next one start.
 
     In this order, so that data written two kernels ago or earlier is complete when a kernel starts
     and may be read before the call.
@@ -66,7 +68,7 @@ def pdl_wait_and_launch(PDL: tl.constexpr):
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Waits for the kernel ahead; where it is waited for again, there is nothing to wait for.
+    """Wait for the kernel ahead; where it is waited for again, there is nothing to wait for.
 
     All programs must, or the next kernel might not have it behind it.
     """

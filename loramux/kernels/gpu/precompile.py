@@ -146,7 +146,7 @@ class CompiledStamp:
     """Records in Triton's cache folder that all kernels of a configuration are compiled."""
 
     def __init__(self, configuration: str) -> None:
-        """`configuration`: all that the kernel variants depend on, besides their source."""
+        """Take what the kernel variants depend on besides their source, as `configuration`."""
         digest = hashlib.sha256(triton.__version__.encode())
         folder = Path(__file__).parent
         for path in sorted(folder.rglob("*.py")):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 def run_probe(device: str) -> bool:
-    """Runs the kernel and returns whether its result is right."""
+    """Run the kernel and return whether its result is right."""
     numbers = torch.arange(16, dtype=torch.float32, device=device)
     _double[(1,)](numbers, SIZE=numbers.numel(), num_warps=1)
     return numbers.tolist() == [2.0 * number for number in range(16)]

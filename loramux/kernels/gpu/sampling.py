@@ -106,19 +106,19 @@ def _load_part(  # noqa: PLR0913
 
 @triton.jit
 def _row_of(rows_ptr, number, MASKED: tl.constexpr):
-    """The row of the logits that a program samples."""
+    """Return the row of the logits that a program samples."""
     return tl.load(rows_ptr + number).to(tl.int64) if MASKED else number
 
 
 @triton.jit
 def _nan_as_highest(logits):
-    """Replaces NaN by infinity, so that a row with NaN gets a token."""
+    """Replace NaN by infinity, so that a row with NaN gets a token."""
     return tl.where(logits != logits, float("inf"), logits)
 
 
 @triton.jit
 def _best_of_groups(logits, PART: tl.constexpr):
-    """The highest of every GROUP logits: [PART / GROUP]; NaN where a logit is NaN."""
+    """Return the highest of every GROUP logits: [PART / GROUP]; NaN where a logit is NaN."""
     WIDTH: tl.constexpr = PART // GROUP
     tl.static_assert(GROUP == 8, "halved three times")
     left, right = tl.split(tl.reshape(logits, (WIDTH, 4, 2)))
@@ -152,7 +152,7 @@ def _sum_parts(  # noqa: PLR0913
     MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Stores the best logit of one part of a row, its group's start, and the sum of weights."""
+    """Store the best logit of one part of a row, its group's start, and the sum of weights."""
     number = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     target = number * num_parts + part
@@ -227,7 +227,7 @@ def _draw(  # noqa: PLR0913
     row_ptr, mask_ptr, bests, best, sums, noise, temperature, vocab, num_words, num_parts,
     PART: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The token where the weights of a row reach noise of their sum. bests, sums [PARTS]"""
+    """Return the token where the weights of a row reach noise of their sum. bests, sums [PARTS]"""
     part = tl.arange(0, PARTS)
     is_part = part < num_parts
     # A part's sum is relative to its own best; all are brought to the row's best.

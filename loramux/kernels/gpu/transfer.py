@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, in the order of its work; `values` may be dropped at once."""
+    """Return a copy on the device, in the order of its work; `values` may be dropped at once."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

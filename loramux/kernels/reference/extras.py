@@ -54,7 +54,7 @@ def scale_logits(tables: ExtrasTables, logits: Tensor) -> None:
 
 
 def embed_rows(tables: ExtrasTables, y: Tensor, token_ids: Tensor, scale: float) -> None:
-    """Replaces the embedding of each row, or adds low rank to it, times the model's scale.
+    """Replace the embedding of each row, or adds low rank to it, times the model's scale.
 
     y [rows, hidden]   token_ids [rows]
     """
@@ -128,7 +128,7 @@ class _Matrix:
 
 
 def _rows(tables: ExtrasTables, num_rows: int) -> Iterator[tuple[int, list[tuple[int, float]]]]:
-    """The (slot, weight) pairs of each row that has any."""
+    """Yield the (slot, weight) pairs of each row that has any."""
     words, limits = tables.words.cpu().numpy(), tables.limits
     ranges = words[HEADER_WORDS : limits.entries_at].reshape(-1, 2)[:num_rows]
     entries = words[limits.entries_at : limits.tiles_at].reshape(-1, 2)
@@ -144,7 +144,7 @@ def _matrix(tables: ExtrasTables, slot: int, kind: int) -> _Matrix | None:
 
 
 def _find(tables: ExtrasTables, slot: int, index: int) -> _Matrix | None:
-    """A matrix gathered from its pages; None: the adapter has none."""
+    """Return a matrix gathered from its pages; None: the adapter has none."""
     num_rows, width, per_page, start, pages, tokens = tables.matrices[slot, index, :6].tolist()
     if num_rows == 0:
         return None

@@ -45,7 +45,7 @@ def read_fp12(pool: Tensor, start: int, num_rows: int, width: int) -> Tensor:
 
 
 def _values(codes: Tensor) -> Tensor:
-    """Decodes the sign at bit 15, and exponent and mantissa in bits 10 .. 0."""
+    """Decode the sign at bit 15, and exponent and mantissa in bits 10 .. 0."""
     magnitude = codes & 0x7FF
     exponent, mantissa = magnitude >> 7, magnitude & 127
     normal = torch.ldexp(1 + mantissa / 128, exponent - 15)

@@ -13,7 +13,7 @@ READS_ADDRESSES = False
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
-    """Keeps the segments as they are."""
+    """Keep the segments as they are."""
     return LoraRows(segments=tuple(segments))
 
 

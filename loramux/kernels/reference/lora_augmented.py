@@ -21,7 +21,7 @@ def copy_block(  # noqa: PLR0913
     rank_block: tuple[int, int],
     block: int,
 ) -> None:
-    """Copies A of one rank block (slot, index) to block `block` of every augmented weight.
+    """Copy A of one rank block (slot, index) to block `block` of every augmented weight.
 
     Projections that the adapter does not change are cleared.   pool [pages, elements]
     directory int32 [layers, blocks, 4]   slots int32 [slots, 8 projections, 2]

@@ -29,7 +29,7 @@ from loramux.kernels.reference.fp12 import read_fp12
 
 
 def resolve(tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
-    """Writes items[layer, i, projection]: the step's work item i with its addresses there.
+    """Write items[layer, i, projection]: the step's work item i with its addresses there.
 
     directory int32 [layers, blocks, 4]: addresses of A and B, number of ranks
     slots int32 [slots, 8 projections, 2]: first rank block, number of rank blocks
@@ -143,13 +143,13 @@ def _num_items(tables: LoraTables) -> int:
 
 
 def _items(tables: LoraTables, layer: int) -> list[list[list[int]]]:
-    """Resolved items [items][projections][words]."""
+    """Return resolved items [items][projections][words]."""
     items: list[list[list[int]]] = tables.items[layer, : _num_items(tables)].tolist()
     return items
 
 
 def _unpack(shape: int) -> tuple[int, int]:
-    """Splits a resolved item's NUM_ROWS word into ranks and rows."""
+    """Split a resolved item's NUM_ROWS word into ranks and rows."""
     return shape & 0xFFFF, shape >> 16
 
 

@@ -174,7 +174,7 @@ class Download:
             )
 
     def _bar(self, file: RemoteFile) -> Any:
-        """A class in place of tqdm, which counts the bytes of a file."""
+        """Return a class in place of tqdm, which counts the bytes of a file."""
 
         def count(num_bytes: int) -> None:
             if self._stop.is_set():

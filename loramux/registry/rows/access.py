@@ -37,7 +37,7 @@ def access_revision(connection: Connection) -> int:
 
 
 def make_tenant(connection: Connection, name: str, *, now: float) -> int:
-    """Returns the id of a tenant, and creates it if needed."""
+    """Return the id of a tenant, and create it if needed."""
     values = {"name": name, "created_at": now}
     statement = insert_into(connection, tenants).values(**values)
     connection.execute(statement.on_conflict_do_nothing())
@@ -52,7 +52,7 @@ def set_fair_share(connection: Connection, tenant_id: int, fair_share: float) ->
 
 
 def fair_shares(connection: Connection) -> dict[str, float]:
-    """Returns the fair shares of tenants other than 1."""
+    """Return the fair shares of tenants other than 1."""
     statement = select(tenants.c.name, tenants.c.fair_share).where(tenants.c.fair_share != 1)
     return {row.name: row.fair_share for row in connection.execute(statement)}
 
@@ -110,7 +110,7 @@ def forget_ended_keys(connection: Connection, tenant_id: int, now: float, *, kep
 
 
 def list_keys(connection: Connection) -> list[KeyRecord]:
-    """Returns all keys, also revoked ones, the oldest first."""
+    """Return all keys, also revoked ones, the oldest first."""
     statement = select(api_keys, tenants.c.name).select_from(api_keys).outerjoin(tenants)
     rows = connection.execute(statement.order_by(api_keys.c.created_at, api_keys.c.key_id))
     return [key_of(row) for row in rows]
@@ -146,7 +146,7 @@ def add_share(connection: Connection, adapter_id: int, share: Share, *, now: flo
 
 
 def remove_share(connection: Connection, adapter_id: int, share: Share) -> None:
-    """Removes a share; without a version all shares of the adapter with the tenant."""
+    """Remove a share; without a version all shares of the adapter with the tenant."""
     statement = delete(shares).where(
         shares.c.adapter_id == adapter_id, shares.c.tenant == share.tenant
     )

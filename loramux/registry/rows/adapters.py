@@ -35,7 +35,7 @@ def modality_of(manifest_format: str | None) -> Modality:
 def find_modality(
     connection: Connection, cid: str, recipe: VersionRecipe | None = None
 ) -> Modality:
-    """Returns what an adapter is for, of a recipe its first part; text for an unknown CID."""
+    """Return what an adapter is for, of a recipe its first part; text for an unknown CID."""
     used = cid if recipe is None else recipe.parts[0].cid
     statement = select(content_format).where(contents.c.cid == used)
     return modality_of(connection.scalar(statement))
@@ -66,7 +66,7 @@ def get_adapter(connection: Connection, adapter: AdapterName) -> AdapterRow:
 def make_adapter(
     connection: Connection, adapter: AdapterName, *, revision: int, now: float
 ) -> AdapterRow:
-    """Returns the row of the adapter, and creates it if needed."""
+    """Return the row of the adapter, and create it if needed."""
     row = find_adapter(connection, adapter)
     if row is not None:
         return row
@@ -81,7 +81,7 @@ def make_adapter(
 
 
 def find_version(connection: Connection, adapter_id: int, version: str) -> Row[Any] | None:
-    """Returns the row of a version, also of a removed one."""
+    """Return the row of a version, also of a removed one."""
     statement = select(versions).where(
         versions.c.adapter_id == adapter_id, versions.c.version == version
     )
@@ -125,7 +125,7 @@ def _provenance(content: Content) -> dict[str, object]:
 
 
 def set_provenance(connection: Connection, version_id: int, content: Content) -> None:
-    """Replaces what the content says of source, signature and API key; all else stays."""
+    """Replace what the content says of source, signature and API key; all else stays."""
     values = {name: value for name, value in _provenance(content).items() if value is not None}
     if values:
         statement = update(versions).where(versions.c.id == version_id)
@@ -138,7 +138,7 @@ def set_removed(connection: Connection, version_ids: list[int], removed_at: floa
 
 
 def touch_adapter(connection: Connection, adapter_id: int, *, revision: int) -> None:
-    """Updates the revision and the latest version of an adapter."""
+    """Update the revision and the latest version of an adapter."""
     latest = highest(live_versions(connection, adapter_id))
     values = {"revision": revision, "latest": None if latest is None else str(latest)}
     connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(**values))
@@ -152,7 +152,7 @@ def live_versions(connection: Connection, adapter_id: int) -> list[SemanticVersi
 
 
 def next_version(connection: Connection, adapter_id: int) -> SemanticVersion:
-    """Returns a version higher than all present and removed ones."""
+    """Return a version higher than all present and removed ones."""
     statement = select(versions.c.version).where(versions.c.adapter_id == adapter_id)
     known = [parse_version(version) for version in connection.scalars(statement)]
     return max(known).next_patch() if known else FIRST_VERSION
@@ -167,7 +167,7 @@ def refuse_other_content(adapter: AdapterName, found: Row[Any], content: Content
 
 
 def list_versions(connection: Connection, adapter: AdapterName) -> list[VersionInfo]:
-    """Returns the versions, the highest first."""
+    """Return the versions, the highest first."""
     rows = connection.execute(
         select(versions, contents.c.size_bytes)
         .join(contents)
@@ -209,7 +209,7 @@ def version_info(
 
 
 def list_adapters(connection: Connection, tenant: str | None) -> list[AdapterName]:
-    """Returns the adapters that have a version."""
+    """Return the adapters that have a version."""
     statement = select(tenants.c.name, adapters.c.name).select_from(adapters).join(tenants)
     if tenant is not None:
         statement = statement.where(tenants.c.name == tenant)
@@ -224,7 +224,7 @@ def newest_revision(connection: Connection) -> int:
 
 
 def changed_since(connection: Connection, revision: int) -> tuple[int, list[AdapterName]]:
-    """Returns the last revision, and the adapters changed after `revision`, oldest first."""
+    """Return the last revision, and the adapters changed after `revision`, oldest first."""
     last = newest_revision(connection)
     if last <= revision:
         return last, []
@@ -244,7 +244,7 @@ def named_cids(connection: Connection) -> set[str]:
 
 
 def cids_of(connection: Connection, adapter_id: int) -> set[str]:
-    """Returns the CIDs of all versions, also of removed ones."""
+    """Return the CIDs of all versions, also of removed ones."""
     statement = select(versions.c.cid).where(versions.c.adapter_id == adapter_id)
     return set(connection.scalars(statement))
 
@@ -261,7 +261,7 @@ def names_of(connection: Connection, cid: str) -> list[tuple[AdapterName, str]]:
 
 
 def sources_of(connection: Connection, cid: str) -> list[str]:
-    """Returns the distinct sources of the versions with this CID, the newest first."""
+    """Return the distinct sources of the versions with this CID, the newest first."""
     statement = (
         select(versions.c.source)
         .where(versions.c.cid == cid, versions.c.source.is_not(None))
@@ -272,5 +272,5 @@ def sources_of(connection: Connection, cid: str) -> list[str]:
 
 
 def get_manifest(connection: Connection, cid: str) -> dict[str, object] | None:
-    """Returns a manifest, also of content without a current version."""
+    """Return a manifest, also of content without a current version."""
     return connection.scalar(select(contents.c.manifest).where(contents.c.cid == cid))

@@ -15,7 +15,7 @@ columns = alias_states.c
 
 
 def current_row(connection: Connection, adapter_id: int, alias: str) -> Row[Any] | None:
-    """Returns the current state; that of a removed alias has no targets."""
+    """Return the current state; that of a removed alias has no targets."""
     statement = select(alias_states).where(
         columns.adapter_id == adapter_id, columns.alias == alias, columns.is_current
     )
@@ -23,7 +23,7 @@ def current_row(connection: Connection, adapter_id: int, alias: str) -> Row[Any]
 
 
 def current_targets(connection: Connection, adapter_id: int, alias: str) -> tuple[Target, ...]:
-    """Returns the targets of an alias; none if it does not exist."""
+    """Return the targets of an alias; none if it does not exist."""
     row = current_row(connection, adapter_id, alias)
     return () if row is None else read_targets(row.targets)
 
@@ -35,7 +35,7 @@ def list_aliases(connection: Connection, adapter_id: int) -> list[AliasState]:
 
 
 def alias_history(connection: Connection, adapter_id: int, alias: str) -> list[AliasState]:
-    """Returns all states, the newest first."""
+    """Return all states, the newest first."""
     statement = select(alias_states).where(columns.adapter_id == adapter_id, columns.alias == alias)
     rows = connection.execute(statement.order_by(columns.revision.desc()))
     return [alias_state(row) for row in rows]
@@ -51,7 +51,7 @@ def row_of(connection: Connection, adapter_id: int, alias: str, revision: int) -
 def current_and_previous(
     connection: Connection, adapter: AdapterName, adapter_id: int, alias: str
 ) -> tuple[Row[Any], Row[Any]]:
-    """Returns the current state and the state that a rollback would restore."""
+    """Return the current state and the state that a rollback would restore."""
     current = current_row(connection, adapter_id, alias)
     if current is None or current.parent_revision is None:
         raise RegistryConflict(f"{adapter}@{alias} has no earlier state.")

@@ -14,7 +14,7 @@ columns = audit_entries.c
 
 
 def lock_head(connection: Connection) -> tuple[int, str]:
-    """Returns number and digest of the last entry; other appends wait until the transaction ends.
+    """Return number and digest of the last entry; other appends wait until the transaction ends.
 
     The digest is empty before the first entry.
     """
@@ -45,7 +45,7 @@ def get_entry(connection: Connection, number: int) -> Row[Any] | None:
 
 
 def read_all(connection: Connection, *, batch: int) -> Iterator[Row[Any]]:
-    """Yields all entries in their order; only a batch of them is in memory."""
+    """Yield all entries in their order; only a batch of them is in memory."""
     last = -(2**63)
     while True:
         statement = select(audit_entries).where(columns.number > last).order_by(columns.number)
@@ -64,7 +64,7 @@ def find_entries(
     before: int | None,
     limit: int,
 ) -> list[Row[Any]]:
-    """Returns entries, the newest first."""
+    """Return entries, the newest first."""
     statement: Select[Any] = select(audit_entries)
     if tenant is not None:
         statement = statement.where(columns.tenant == tenant)

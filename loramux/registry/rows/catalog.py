@@ -14,7 +14,7 @@ from loramux.registry.schema import adapters, alias_states, contents, tenants, v
 
 
 def list_catalog(connection: Connection, *, tenant: str | None, limit: int) -> list[CatalogEntry]:
-    """Returns the versions by name and age, the newest version of an adapter first."""
+    """Return the versions by name and age, the newest version of an adapter first."""
     statement = (
         select(
             tenants.c.name.label("tenant"),
@@ -52,7 +52,7 @@ def list_catalog(connection: Connection, *, tenant: str | None, limit: int) -> l
 
 
 def _aliases(connection: Connection) -> dict[tuple[int, str], list[str]]:
-    """Returns the current aliases by adapter and version."""
+    """Return the current aliases by adapter and version."""
     found: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
     for row in connection.execute(select(alias_states).where(alias_states.c.is_current)):
         for target in read_targets(row.targets):

@@ -18,7 +18,7 @@ columns = receipts.c
 
 
 def add_receipts(connection: Connection, new: Iterable[StoredReceipt]) -> None:
-    """Inserts receipts and adds them to the usage of their days.
+    """Insert receipts and add them to the usage of their days.
 
     Existing ones stay unchanged and count once, so that a batch may be sent again.
     """
@@ -46,7 +46,7 @@ def receipt_values(receipt: StoredReceipt) -> dict[str, object]:
 
 
 def part_values(receipt: StoredReceipt) -> list[dict[str, object]]:
-    """Returns the rows of the receipt's adapters other than its first, and of their recipes."""
+    """Return the rows of the receipt's adapters other than its first, and of their recipes."""
     adapters = receipt.body.get("adapters")
     cids = set(_cids(adapters)) if isinstance(adapters, list) else set()
     return [{"receipt_id": receipt.id, "cid": cid} for cid in sorted(cids - {receipt.cid})]
@@ -98,7 +98,7 @@ def restrict(statement: Select[Any], wanted: ReceiptFilter) -> Select[Any]:
 
 
 def recent_use(connection: Connection, *, pool_id: str, since: float) -> list[RecentUse]:
-    """Adds up what each tenant and key has used on one server."""
+    """Add up what each tenant and key has used on one server."""
     body = columns.body
     key = func.coalesce(body["api_key_id"].as_string(), "")
     tokens = body["prompt_tokens"].as_integer() + body["completion_tokens"].as_integer()
@@ -119,7 +119,7 @@ def receipt_cids(connection: Connection) -> set[str]:
 def prune_receipts(
     connection: Connection, *, older_than: float | None, max_count: int | None
 ) -> int:
-    """Removes receipts and returns their number."""
+    """Remove receipts and return their number."""
     num_removed = 0
     if older_than is not None:
         old = delete(receipts).where(columns.created_at < older_than)

@@ -26,7 +26,7 @@ def set_parts(connection: Connection, version_id: int, part_ids: Sequence[int]) 
 
 
 def recipes_of(connection: Connection, matches: ColumnElement[bool]) -> dict[int, VersionRecipe]:
-    """Returns the recipes of the versions that match a condition on `owners`, by id."""
+    """Return the recipes of the versions that match a condition on `owners`, by id."""
     statement = (
         select(owners.c.id, contents.c.manifest)
         .select_from(owners)
@@ -50,7 +50,7 @@ def recipe_of(connection: Connection, version_id: int) -> VersionRecipe | None:
 
 
 def recipe_cids(connection: Connection) -> set[str]:
-    """Returns the CIDs of all recipes, also of removed ones."""
+    """Return the CIDs of all recipes, also of removed ones."""
     statement = select(versions.c.cid).join(
         recipe_parts, recipe_parts.c.version_id == versions.c.id
     )
@@ -58,7 +58,7 @@ def recipe_cids(connection: Connection) -> set[str]:
 
 
 def broken_recipes(connection: Connection) -> list[tuple[str, str]]:
-    """Returns the names of each recipe with a removed part, and of that part."""
+    """Return the names of each recipe with a removed part, and of that part."""
     statement = _parts().where(owners.c.removed_at.is_(None), versions.c.removed_at.is_not(None))
     return [
         (_name_of(connection, row.version_id), f"{row.tenant}/{row.name}@{row.version}")
@@ -67,7 +67,7 @@ def broken_recipes(connection: Connection) -> list[tuple[str, str]]:
 
 
 def refuse_broken(connection: Connection) -> None:
-    """Raises RegistryConflict if a recipe has lost a part."""
+    """Raise RegistryConflict if a recipe has lost a part."""
     broken = broken_recipes(connection)
     if broken:
         recipe, part = broken[0]
@@ -78,7 +78,7 @@ def refuse_broken(connection: Connection) -> None:
 
 
 def _parts() -> Any:
-    """Selects the parts of recipes with their names."""
+    """Select the parts of recipes with their names."""
     return (
         select(
             recipe_parts.c.version_id,

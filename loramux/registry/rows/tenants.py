@@ -27,7 +27,7 @@ def settings_of(connection: Connection, name: str) -> TenantSettings:
 
 
 def all_settings(connection: Connection) -> dict[str, TenantSettings]:
-    """Returns the settings of the tenants that have any."""
+    """Return the settings of the tenants that have any."""
     has_settings = or_(tenants.c.settings.is_not(None), tenants.c.fair_share != 1)
     statement = select(tenants).where(has_settings)
     return {row.name: read_settings(row) for row in connection.execute(statement)}
@@ -64,7 +64,7 @@ def buckets_of_keys(connection: Connection) -> dict[str, str]:
 
 
 def set_limits_of_key(connection: Connection, api_key_id: str, limits: Limits) -> bool:
-    """Returns whether there is such a key."""
+    """Return whether there is such a key."""
     value = msgspec.to_builtins(limits) or None
     statement = update(api_keys).where(api_keys.c.key_id == api_key_id)
     return bool(connection.execute(statement.values(limits=value)).rowcount)
@@ -75,12 +75,12 @@ def read_limits(value: object) -> Limits:
 
 
 def count_adapters(connection: Connection, tenant: str, api_key_id: str | None = None) -> int:
-    """Counts the adapters that have a version; with a key those that it has pushed one to."""
+    """Count the adapters that have a version; with a key those that it has pushed one to."""
     return int(connection.scalar(_live(tenant, api_key_id, func.count(adapters.c.id.distinct()))))
 
 
 def stored_bytes(connection: Connection, tenant: str, api_key_id: str | None = None) -> int:
-    """Adds up the sizes of all versions; content that several versions share counts once."""
+    """Add up the sizes of all versions; content that several versions share counts once."""
     cids = _live(tenant, api_key_id, versions.c.cid)
     total = func.coalesce(func.sum(contents.c.size_bytes), 0)
     return int(connection.scalar(select(total).where(contents.c.cid.in_(cids))) or 0)
@@ -101,7 +101,7 @@ def has_content(
 
 
 def _live(tenant: str, api_key_id: str | None, column: Any) -> Select[Any]:
-    """Selects from the versions of a tenant that were not removed."""
+    """Select from the versions of a tenant that were not removed."""
     statement = (
         select(column)
         .select_from(versions)
@@ -121,7 +121,7 @@ def add_signing_key(connection: Connection, tenant_id: int, key: SigningKey, *, 
 
 
 def remove_signing_key(connection: Connection, tenant: str, key_id: str) -> bool:
-    """Returns whether the tenant had the key."""
+    """Return whether the tenant had the key."""
     found = find_tenant(connection, tenant)
     if found is None:
         return False

@@ -80,7 +80,7 @@ def usage(row: Row[Any]) -> Usage:
 
 
 def add_daily(connection: Connection, receipts: Iterable[StoredReceipt]) -> None:
-    """Adds served requests to the usage of their day; refused ones are not counted."""
+    """Add served requests to the usage of their day; refused ones are not counted."""
     counts: dict[tuple[int, str, str, str], list[int]] = {}
     for receipt in receipts:
         body = receipt.body
@@ -109,7 +109,7 @@ def _daily_key(receipt: StoredReceipt) -> tuple[int, str, str, str]:
 
 
 def _adapter_of(body: Mapping[str, Any]) -> str:
-    """Returns the names of the adapters without version and weight; empty for the base."""
+    """Return the names of the adapters without version and weight; empty for the base."""
     names = [
         f"{one['tenant']}/{one['name']}" if one.get("tenant") else one.get("name") or one["cid"]
         for one in body.get("adapters") or ()
@@ -125,7 +125,7 @@ def _count(body: Mapping[str, Any], name: str) -> int:
 def find_daily(
     connection: Connection, *, tenant: str | None, since_day: int, until_day: int
 ) -> list[DailyUsage]:
-    """Returns the usage of the days from `since_day` to `until_day`, both included."""
+    """Return the usage of the days from `since_day` to `until_day`, both included."""
     statement = select(daily_usage).where(daily.day >= since_day, daily.day <= until_day)
     if tenant is not None:
         statement = statement.where(daily.tenant == tenant)

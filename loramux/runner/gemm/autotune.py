@@ -201,7 +201,7 @@ class Autotuner:
 
 
 def fastest(runs: dict[Name, Run], timing: Timing, variants: Variants[Name] | None = None) -> Name:
-    """The name of the fastest run; the first one's unless another is clearly faster."""
+    """Return the name of the fastest run; the first one's unless another is clearly faster."""
     first = next(iter(runs))
     times = _quick_times(runs, timing)
     if variants is not None:

@@ -77,7 +77,7 @@ class TunedTable:
 
 
 def find_tables(gpu: str, cublaslt_version: int) -> TunedTable:
-    """The shipped table of the GPU, overlaid with the user's own."""
+    """Return the shipped table of the GPU, overlaid with the user's own."""
     table = TunedTable(gpu, cublaslt_version)
     shipped = read_table(SHIPPED_TABLES / f"{_slug(gpu)}.json")
     if shipped is not None and shipped.gpu == gpu:

@@ -14,7 +14,7 @@ from loramux.server.http.call import Call
 
 
 def actor_of(http: Call) -> Actor:
-    """Returns tenant, key and address of a request's caller."""
+    """Return tenant, key and address of a request's caller."""
     caller = http.known_caller
     address = "" if http.client is None else http.client.host
     return Actor(caller.tenant, caller.key_id or "", address)

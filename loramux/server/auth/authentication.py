@@ -30,7 +30,7 @@ class TokenVerifier(Protocol):
     """Checks tokens of an identity provider."""
 
     async def caller(self, token: str) -> Caller:
-        """Raises Unauthenticated."""
+        """Raise Unauthenticated."""
         ...
 
 
@@ -99,7 +99,7 @@ class CredentialAuthenticator:
         return caller_of_key(record)
 
     def _with_tenant(self, http: HTTPConnection, caller: Caller, *, is_open: bool) -> Caller:
-        """Applies the tenant header: it confines an operator, and no one else may differ."""
+        """Apply the tenant header: it confines an operator, and no one else may differ."""
         given = self._given
         tenant = (
             "" if given.tenant_header is None else read_tenant(http.headers, given.tenant_header)
@@ -133,7 +133,7 @@ def caller_of_key(record: KeyRecord) -> Caller:
 
 
 def read_credential(http: HTTPConnection) -> str:
-    """Returns the bearer token or the x-api-key of a request; raises Unauthenticated."""
+    """Return the bearer token or the x-api-key of a request; raise Unauthenticated."""
     given = {value.strip() for value in http.headers.getlist("x-api-key")}
     for value in http.headers.getlist("authorization"):
         scheme, _, text = value.strip().partition(" ")

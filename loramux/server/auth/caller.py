@@ -19,7 +19,7 @@ class Authenticator(Protocol):
     """Finds the caller of a request."""
 
     async def caller(self, http: HTTPConnection) -> Caller:
-        """Raises Unauthenticated; InvalidRequest and Forbidden for a wrong tenant header."""
+        """Raise Unauthenticated; InvalidRequest and Forbidden for a wrong tenant header."""
         ...
 
 
@@ -51,7 +51,7 @@ def with_expected(caller: Caller, headers: Headers) -> Caller:
 
 
 def read_tenant(headers: Headers, name: str) -> str:
-    """Returns the tenant that a header names, or "" without it; raises InvalidRequest."""
+    """Return the tenant that a header names, or "" without it; raise InvalidRequest."""
     values = headers.getlist(name)
     if len(values) > 1:
         raise InvalidRequest(

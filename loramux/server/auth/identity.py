@@ -64,7 +64,7 @@ class IdentityTokens:
         self._keys = ProviderKeys(rules, clock=clock)
 
     async def caller(self, token: str) -> Caller:
-        """Raises Unauthenticated, and SourceFailed if the provider's keys cannot be read."""
+        """Raise Unauthenticated, and SourceFailed if the provider's keys cannot be read."""
         try:
             header = jwt.get_unverified_header(token)
         except jwt.PyJWTError as error:
@@ -115,7 +115,7 @@ class IdentityTokens:
 
 
 def claim_of(claims: Mapping[str, Any], name: str) -> Any:
-    """Returns a claim, which may be inside of others: `org.tenant`."""
+    """Return a claim, which may be inside of others: `org.tenant`."""
     if name in claims:
         return claims[name]
     found: Any = claims
@@ -125,7 +125,7 @@ def claim_of(claims: Mapping[str, Any], name: str) -> Any:
 
 
 def scopes_of(claim: Any) -> frozenset[KeyScope]:
-    """Returns the scopes in a claim, a text with spaces or a list; others are the provider's."""
+    """Return the scopes in a claim, a text with spaces or a list; others are the provider's."""
     words = claim.split() if isinstance(claim, str) else claim
     if not isinstance(words, list):
         return frozenset()
@@ -145,7 +145,7 @@ class ProviderKeys:
         self._lock = asyncio.Lock()
 
     async def find(self, key_id: Any) -> Mapping[str, Any] | None:
-        """Returns the key with an id; without an id, the provider's only key."""
+        """Return the key with an id; without an id, the provider's only key."""
         if self._is_older_than(FRESH_S) or self._get(key_id) is None:
             await self._refresh()
         return self._get(key_id)
@@ -192,7 +192,7 @@ class ProviderKeys:
 
 
 def usable_keys(document: Any) -> dict[str | None, Mapping[str, Any]]:
-    """Returns the keys of a JWKS that verify signatures, by id; raises ValueError."""
+    """Return the keys of a JWKS that verify signatures, by id; raise ValueError."""
     keys = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(keys, list):
         raise ValueError("it has no list of keys")
@@ -204,7 +204,7 @@ def usable_keys(document: Any) -> dict[str | None, Mapping[str, Any]]:
 
 
 def check_url(url: str) -> None:
-    """Raises InvalidRequest for a URL whose answer could be replaced on the way."""
+    """Raise InvalidRequest for a URL whose answer could be replaced on the way."""
     parsed = httpx2.URL(url)
     is_local = parsed.host in ("127.0.0.1", "localhost", "::1")
     if parsed.scheme != "https" and not (parsed.scheme == "http" and is_local):
@@ -212,7 +212,7 @@ def check_url(url: str) -> None:
 
 
 async def fetch_json(url: str) -> Any:
-    """Fetches a document of limited size, without redirects; raises SourceFailed."""
+    """Fetch a document of limited size, without redirects; raise SourceFailed."""
     body = bytearray()
     try:
         async with (

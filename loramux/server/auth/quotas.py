@@ -108,14 +108,14 @@ class QuotaTable:
         keys: Mapping[str, Limits],
         buckets: Mapping[str, str] = NO_BUCKETS,
     ) -> None:
-        """Sets the limits of all tenants and keys; running requests and used tokens stay.
+        """Set the limits of all tenants and keys; running requests and used tokens stay.
 
         `keys`: the oldest first; `buckets`: the first key of the rotations of each key.
         """
         self._next = (tenants, keys, buckets)
 
     def _follow(self) -> None:
-        """Applies what replace() was given since the last call."""
+        """Apply what replace() was given since the last call."""
         if self._next is None:
             return
         (self._settings, self._key_limits, buckets), self._next = self._next, None
@@ -142,7 +142,7 @@ class QuotaTable:
         return accounts
 
     def recall(self, uses: Iterable[RecentUse]) -> None:
-        """Takes what was used just before the start of this server from the buckets."""
+        """Take what was used just before the start of this server from the buckets."""
         for use in uses:
             for account in self._of(use.tenant, use.api_key_id):
                 account.take(num_requests=use.num_requests, num_tokens=use.num_tokens)
@@ -156,7 +156,7 @@ class QuotaTable:
         return self._key_limits.get(api_key_id, NO_LIMITS)
 
     def open(self, tenant: str, api_key_id: str | None) -> Admission | None:
-        """Returns the admission of a new request, or None if no limit applies to it."""
+        """Return the admission of a new request, or None if no limit applies to it."""
         accounts = self._of(tenant, api_key_id)
         return Admission(accounts) if accounts else None
 
@@ -204,7 +204,7 @@ class Admission:
             account.take(num_requests=num_requests, num_tokens=used - self._num_charged)
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers that OpenAI's clients read, of the account with the least left."""
+        """Return the headers that OpenAI's clients read, of the account with the least left."""
         headers: dict[str, str] = {}
         for limit, word in (("requests_per_minute", "requests"), ("tokens_per_minute", "tokens")):
             buckets = [one.buckets[limit] for one in self._accounts if limit in one.buckets]
@@ -227,7 +227,7 @@ def _need(num_prompt_tokens: int, num_answer_tokens: int, limit: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Writes a duration as OpenAI's headers do, such as 6m0s or 120ms."""
+    """Write a duration as OpenAI's headers do, such as 6m0s or 120ms."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)

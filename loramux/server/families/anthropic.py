@@ -187,7 +187,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> tuple[Any, bool]:
-    """Returns the choice in OpenAI's form, and whether an answer may have several calls."""
+    """Return the choice in OpenAI's form, and whether an answer may have several calls."""
     if choice is None:
         return None, True
     fields = choice if isinstance(choice, dict) else {}

@@ -22,7 +22,7 @@ class Blocks:
         self._texts: list[str] = []
 
     def add(self, delta: ChatDelta) -> bytes:
-        """Returns the events of a piece of the answer."""
+        """Return the events of a piece of the answer."""
         written = b""
         if delta.reasoning_content:
             written += self._extend("thinking", delta.reasoning_content)
@@ -33,12 +33,12 @@ class Blocks:
         return written
 
     def end(self) -> bytes:
-        """Returns the events that end the last block; an answer of nothing is an empty text."""
+        """Return the events that end the last block; an answer of nothing is an empty text."""
         head = b"" if self._blocks else self._open({"type": "text", "text": ""})
         return head + self._close()
 
     def whole(self) -> list[dict[str, Any]]:
-        """Returns the complete blocks; a use of a tool that was cut is left out."""
+        """Return the complete blocks; a use of a tool that was cut is left out."""
         shown = []
         for block, text in zip(self._blocks, self._texts, strict=True):
             if block["type"] != "tool_use":

@@ -70,7 +70,7 @@ BODIES: Mapping[tuple[str, str], Bodies] = {
 
 
 def add_families(document: dict[str, Any], endpoints: Iterable[Route]) -> None:
-    """Adds the routes and the bodies of other servers' APIs to the document."""
+    """Add the routes and the bodies of other servers' APIs to the document."""
     found = list(endpoints)
     kinds = [kind for one in found for kind in BODIES.get((one.family, one.path), ())]
     references = _add_schemas(document, list(dict.fromkeys(kinds)))
@@ -88,7 +88,7 @@ def add_families(document: dict[str, Any], endpoints: Iterable[Route]) -> None:
 
 
 def _add_schemas(document: dict[str, Any], kinds: list[Any]) -> dict[Any, dict[str, Any]]:
-    """Adds the schemas of some types; their names have a prefix, as families share names."""
+    """Add the schemas of some types; their names have a prefix, as families share names."""
     inner = {kind: kind.inner for kind in kinds if hasattr(kind, "inner")}
     types = list(dict.fromkeys([*kinds, *(one for _, one in inner.values())]))
     found, components = msgspec.json.schema_components(
@@ -121,7 +121,7 @@ def _operation(endpoint: Route, method: str) -> dict[str, Any]:
 
 
 def _add_bodies(operation: dict[str, Any], bodies: list[dict[str, Any]]) -> None:
-    """Adds bodies to those that the route has already, of its own API or of other families."""
+    """Add bodies to those that the route has already, of its own API or of other families."""
     body = operation.setdefault("requestBody", {"required": True, "content": {}})
     content = body["content"].setdefault("application/json", {"schema": {"anyOf": []}})
     schema = content["schema"]

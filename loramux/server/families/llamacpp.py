@@ -184,7 +184,7 @@ async def _set_selection(context: Context, request: Call, placed: PlacedAdapters
 
 
 async def _name_adapters(context: Context, request: Call, placed: PlacedAdapters) -> None:
-    """Writes `lora`, or the default selection, into the fields of the own API."""
+    """Write `lora`, or the default selection, into the fields of the own API."""
     raw = await read_body(request, context.options.max_body_bytes)
     try:
         fields = msgspec.json.decode(raw)
@@ -243,7 +243,7 @@ def _hole(body: InfillBody) -> FillPrompt:
 
 
 def _prompts(prompt: Any) -> list[Prompt]:
-    """A text, token ids, a mix of both, or a list of these."""
+    """Return a text, token ids, a mix of both, or a list of these."""
     if not isinstance(prompt, list) or not prompt:
         return [_prompt(prompt)]
     is_one = any(isinstance(part, int) for part in prompt)

@@ -47,7 +47,7 @@ class PlacedAdapters:
         ]
 
     def set_scales(self, raw: bytes) -> dict[str, float]:
-        """Sets and returns the default selection; adapters that are not named get 0."""
+        """Set and return the default selection; adapters that are not named get 0."""
         if not self._context.options.allow_runtime_lora_updating:
             raise Forbidden(
                 "This server does not change its adapters at run time: start it with "
@@ -61,7 +61,7 @@ class PlacedAdapters:
         return {names[place]: scale for place, scale in self._scales.items()}
 
     def selection(self, lora: Any, model: str | None, caller: Caller) -> dict[str, Any]:
-        """Returns the fields of the own API for a body's `lora`; empty or absent: the default
+        """Return the fields of the own API for a body's `lora`; empty or absent: the default
         selection, unless the body names a model."""
         if lora is not None and not isinstance(lora, list):
             raise _bad_lora()
@@ -102,7 +102,7 @@ class PlacedAdapters:
         return scales
 
     def _refresh(self, caller: Caller) -> tuple[list[str], dict[str, GivenName]]:
-        """Returns the places of the caller's tenant, and the given names that the caller sees."""
+        """Return the places of the caller's tenant, and the given names that the caller sees."""
         tenant = self._context.view_of(replace(caller, adapters=None))
         known = {
             one.name: one for one in self._context.names.given() if tenant.sees_given(one.name)

@@ -81,7 +81,7 @@ def lorax_routes(context: Context) -> list[Route]:
         return json_response(_info(context))
 
     async def startup(request: Call) -> Response:
-        """Generates a token, so that it tells more than /health."""
+        """Generate a token, so that it tells more than /health."""
         context.require_ready()
         await context.backend.probe(context.options.probe_timeout_s)
         return Response(status_code=200)
@@ -113,7 +113,7 @@ async def answer_inputs(context: Context, request: Call) -> Response:
 async def generate(
     context: Context, request: Call, *, stream: bool | None = None, as_list: bool = False
 ) -> Response:
-    """Generates; `stream` replaces the body's field, and `as_list` is the form of POST /."""
+    """Generate; `stream` replaces the body's field, and `as_list` is the form of POST /."""
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         body = await read_fields(context, request, GenerateRequest)
         parameters = read_inner(context, request, "parameters", body.parameters, Parameters)
@@ -163,7 +163,7 @@ async def _asked(
 
 
 def _check(parameters: Parameters, stream: bool) -> None:
-    """Raises InvalidRequest for what LoRAX refuses, and for what cannot be honoured here."""
+    """Raise InvalidRequest for what LoRAX refuses, and for what cannot be honoured here."""
     best_of = 1 if parameters.best_of is None else parameters.best_of
     is_choice = best_of > 1
     faults: tuple[tuple[bool, str, str], ...] = (
@@ -233,8 +233,9 @@ def _generation_body(parameters: Parameters, stream: bool) -> GenerationBody:
 
 
 def _merged(parameters: Parameters) -> dict[str, Any]:
-    """The fields of a combination; those without a meaning for the method are left out, as the
-    client always sends them."""
+    """Return the fields of a combination; those without a meaning for the method are left out, as
+    the client always sends them.
+    """
     merged = parameters.merged_adapters
     if merged is None:
         return {}
@@ -307,7 +308,7 @@ async def _select(
 
 
 async def _find_part(context: Context, request: Call, parameters: Parameters, name: str) -> str:
-    """Returns a name of one part of a combination, which the names know afterwards."""
+    """Return a name of one part of a combination, which the names know afterwards."""
     public = replace(parameters, api_token=None)
     found = await select_adapter(context, request, public, name)
     if isinstance(found, Selected) and found.adapters:

@@ -99,7 +99,7 @@ class SequenceWriter:
 
 
 def answer_of(choices: Sequence[Choice], writer: SequenceWriter) -> GenerateAnswer:
-    """Writes the choice with the highest mean log probability, and the others in the details."""
+    """Write the choice with the highest mean log probability, and the others in the details."""
     ranked = sorted(choices, key=_mean_logprob, reverse=True)
     first, *others = [writer.sequence(choice) for choice in ranked]
     parameters = writer.parameters
@@ -164,7 +164,7 @@ class StreamWriter:
 
 
 def split_text(codec: TextCodec, delta: Delta) -> list[str]:
-    """The text of each token of a delta; together they are its text."""
+    """Return the text of each token of a delta; together they are its text."""
     shown = [codec.decode([i], skip_special_tokens=True) for i in delta.token_ids]
     if "".join(shown) == delta.text:
         return shown

@@ -68,7 +68,7 @@ async def asks_for_features(context: Context, request: Call) -> bool:
 
 
 async def extract_features(context: Context, request: Call) -> Response:
-    """Returns a list of embeddings, also of a single text."""
+    """Return a list of embeddings, also of a single text."""
     body = await read_fields(context, request, FeatureRequest, generates=False)
     parameters = read_inner(context, request, "parameters", body.parameters, EmbedParameters)
     name = parameters.adapter_id or ""

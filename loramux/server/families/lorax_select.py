@@ -15,7 +15,7 @@ from loramux.sources.config import Secret
 async def select_adapter(
     context: Context, request: Call, parameters: Source, name: str
 ) -> ModelReference | Selected:
-    """Finds an adapter as LoRAX names it.
+    """Find an adapter as LoRAX names it.
 
     A name that the operator gave means that adapter whatever the source says; a name of the
     registry only if the request gives no source, so that neither can stand for the other.

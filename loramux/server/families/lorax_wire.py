@@ -201,7 +201,7 @@ _OF_THE_REQUEST = (
 
 
 def failure_of(error: Exception) -> tuple[int, Failure]:
-    """The status and the body that LoRAX gives an error."""
+    """Return the status and the body that LoRAX gives an error."""
     info = error_info(error)
     if isinstance(error, Refusal) and error.code in _OF_THE_REQUEST:
         return 422, Failure(error=_INVALID + info.message, error_type=VALIDATION)
@@ -221,5 +221,5 @@ def failure_event(error: Exception) -> bytes:
 
 
 def streamed_error(error: Exception) -> Response:
-    """A stream has status 200 from its beginning: the error is its only event."""
+    """Return a stream has status 200 from its beginning: the error is its only event."""
     return Response(failure_event(error), media_type="text/event-stream")

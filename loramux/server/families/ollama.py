@@ -285,7 +285,7 @@ class _Parts:
             self._calls[-1].arguments += call.function.arguments
 
     def take(self, *, is_last: bool) -> ChatMessage:
-        """Returns what was added; the last call is returned when the answer has ended."""
+        """Return what was added; the last call is returned when the answer has ended."""
         ended = self._calls if is_last else self._calls[:-1]
         self._calls = self._calls[len(ended) :]
         part = ChatMessage(content=self._content)
@@ -321,7 +321,7 @@ class _Answer:
         self._first_ns: int | None = None
 
     def add(self, logprobs: Sequence[TokenLogprob] | None) -> None:
-        """Adds the tokens of the next part."""
+        """Add the tokens of the next part."""
         self._logprobs += logprobs or ()
 
     def part(self, part: ChatMessage) -> dict[str, Any]:
@@ -420,7 +420,8 @@ def _constraint(body: Body) -> AskedConstraint | None:
 
 
 def _loaded(body: Body, fields: dict[str, Any], *, unloads: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt, which asks Ollama to load or unload the model.
+    """Return the answer to a request without a prompt, which asks Ollama to load or unload the
+    model.
 
     Here the tiers decide what stays on the device.
     """

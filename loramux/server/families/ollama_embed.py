@@ -39,7 +39,7 @@ class EmbeddingBody(Struct, kw_only=True):
 
 
 async def embed(context: Context, request: Call) -> Response:
-    """Returns the embedding of each text."""
+    """Return the embedding of each text."""
     started = time.monotonic_ns()
     body = await read_fields(context, request, EmbedBody, generates=False)
     texts = [body.input] if isinstance(body.input, str) else body.input
@@ -60,7 +60,7 @@ async def embed(context: Context, request: Call) -> Response:
 
 
 async def embed_one(context: Context, request: Call) -> Response:
-    """Returns the embedding of one text."""
+    """Return the embedding of one text."""
     body = await read_fields(context, request, EmbeddingBody, generates=False)
     found = await _embeddings(context, request, body.model, [body.prompt])
     return json_response({"embedding": encoded(found.vectors[0], None)})

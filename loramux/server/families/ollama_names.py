@@ -15,7 +15,7 @@ LATEST = ":latest"
 
 
 async def select_tagged(context: Context, request: Call, name: str) -> Selected:
-    """Finds a model whose name may have the tag `latest`."""
+    """Find a model whose name may have the tag `latest`."""
     context.require_ready()
     for candidate in dict.fromkeys((name, name.removesuffix(LATEST))):
         try:

@@ -181,7 +181,7 @@ def _tools(body: ResponseBody) -> Tools:
 def messages_of(
     given: str | list[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """The input as messages of a chat; calls become tool_calls of an assistant's message."""
+    """Return the input as messages of a chat; calls become tool_calls of an assistant's message."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -225,7 +225,7 @@ class _Writer:
         self.items = Items(namespace_of_each(body.tools or ()))
 
     def add_logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> None:
-        """Adds the tokens of the next piece of text."""
+        """Add the tokens of the next piece of text."""
         if logprobs:
             codec = self._generation.request.codec
             self.items.logprobs += chat_logprobs(codec, logprobs).content

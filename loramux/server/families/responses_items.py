@@ -33,7 +33,7 @@ class Items:
         return written
 
     def add(self, delta: ChatDelta) -> bytes:
-        """Returns the events of a piece of the answer."""
+        """Return the events of a piece of the answer."""
         written = b""
         if delta.reasoning_content:
             written += self._extend("reasoning", delta.reasoning_content)
@@ -44,7 +44,7 @@ class Items:
         return written
 
     def end(self, status: str) -> bytes:
-        """Returns the events that end the last item; a response of nothing is an empty message."""
+        """Return the events that end the last item; a response of nothing is an empty message."""
         head = b"" if self.items else self._open(_message())
         return head + self._close(status)
 

@@ -16,7 +16,7 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def namespace_of_each(tools: Sequence[Any]) -> dict[str, str]:
-    """Function -> its namespace, which stands in calls of it."""
+    """Return function -> its namespace, which stands in calls of it."""
     found = ((namespace, tool.get("name")) for namespace, tool in _functions(tools, None))
     return {
         name: namespace

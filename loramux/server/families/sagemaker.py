@@ -108,7 +108,7 @@ def sagemaker_routes(context: Context) -> list[Route]:
 
 
 async def _name_adapter(context: Context, request: Call, key: str) -> None:
-    """Puts the adapter of the header into the body, where it replaces the body's own."""
+    """Put the adapter of the header into the body, where it replaces the body's own."""
     name = request.headers.get(IDENTIFIER)
     if not name:
         return

@@ -321,7 +321,7 @@ class _Form:
 async def _all_answers(
     context: Context, opened: Sequence[Generation], form: _Form
 ) -> list[list[dict[str, Any]]]:
-    """Runs all generations at once; the first failure ends the others."""
+    """Run all generations at once; the first failure ends the others."""
     tasks = [asyncio.create_task(_answers(context, one, form)) for one in opened]
     try:
         return await asyncio.gather(*tasks)

@@ -15,7 +15,7 @@ from loramux.server.http.routes import Handler
 
 
 def info_handlers(context: Context) -> Mapping[str, Handler]:
-    """Returns the handlers of GET routes by path."""
+    """Return the handlers of GET routes by path."""
 
     async def model_info(request: Call) -> Response:
         context.require_known()
@@ -26,7 +26,7 @@ def info_handlers(context: Context) -> Mapping[str, Handler]:
         return json_response(_server_info(context, request))
 
     async def load_of(request: Call) -> Response:
-        """The number of open requests, by which vLLM's balancers choose a server."""
+        """Return the number of open requests, by which vLLM's balancers choose a server."""
         stats = context.backend.stats
         return json_response({"server_load": stats.num_running + stats.num_waiting})
 
@@ -56,7 +56,7 @@ def _model_info(context: Context, request: Call) -> dict[str, Any]:
 
 
 def shown_path(context: Context, request: Call, path: str) -> str:
-    """Returns a path of this machine, for a tenant's key the name of the base in its place."""
+    """Return a path of this machine, for a tenant's key the name of the base in its place."""
     is_confined = context.view_of(request.caller).is_confined
     return context.base_names[0] if is_confined else path
 

@@ -147,7 +147,9 @@ def reference_of(body: GenerationBody) -> ModelReference:
 
 
 def generation_body(**fields: Any) -> GenerationBody:
-    """A body of the own API from fields of another one; raises InvalidRequest for a wrong type."""
+    """Return a body of the own API from fields of another one; raises InvalidRequest for a wrong
+    type.
+    """
     try:
         return msgspec.convert(fields, GenerationBody)
     except msgspec.ValidationError as error:

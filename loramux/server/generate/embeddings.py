@@ -62,12 +62,12 @@ class Pooled:
 
 
 def split_input(given: EmbeddingInput) -> list[str | list[int]]:
-    """Converts the four forms of an input to a list of texts or of token ids."""
+    """Convert the four forms of an input to a list of texts or of token ids."""
     return split_prompts(given, param="input")
 
 
 async def embeddings(context: Context, http: Call, body: PoolingBody, inputs: Inputs) -> Pooled:
-    """Computes embeddings; raises InvalidRequest if the model has none."""
+    """Compute embeddings; raise InvalidRequest if the model has none."""
     context.require_known()
     card = context.backend.card
     pooling = embedding_kind(card)
@@ -81,7 +81,7 @@ async def embeddings(context: Context, http: Call, body: PoolingBody, inputs: In
 
 
 async def scores(context: Context, http: Call, body: PoolingBody, inputs: Inputs) -> Pooled:
-    """Computes the scores of a sequence classifier."""
+    """Compute the scores of a sequence classifier."""
     context.require_known()
     model = context.backend.card.pooling
     if model.pooling is not Pooling.HEAD:
@@ -97,7 +97,7 @@ async def scores(context: Context, http: Call, body: PoolingBody, inputs: Inputs
 
 
 def embedding_kind(card: ModelCard) -> Pooling:
-    """Returns how the model pools; raises InvalidRequest if it has no embeddings."""
+    """Return how the model pools; raise InvalidRequest if it has no embeddings."""
     model = card.pooling
     if model.pooling is Pooling.HEAD:
         raise InvalidRequest(
@@ -116,7 +116,7 @@ def hidden_size(card: ModelCard) -> int:
 
 
 def encoded(vector: Vector, form: EncodingFormat | None) -> list[float] | str:
-    """Returns a vector as JSON numbers, or as base64 of little-endian float32."""
+    """Return a vector as JSON numbers, or as base64 of little-endian float32."""
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     numbers: list[float] = vector.tolist()
@@ -157,5 +157,5 @@ async def _pool(
 
 
 def default_body(**fields: object) -> PoolingBody:
-    """A body of another API in the words of the own one."""
+    """Return a body of another API in the words of the own one."""
     return msgspec.convert(fields, PoolingBody)

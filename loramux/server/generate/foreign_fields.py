@@ -240,7 +240,9 @@ class UnsupportedFields:
         return True
 
     def _instead(self, name: str, foreign: Foreign) -> str:
-        """What to do, unless it would be to send a field that the route does not have either."""
+        """Return what to do, unless it would be to send a field that the route does not have
+        either.
+        """
         if self._inner is not None and name in _fields(self._inner[1]):
             return f"put it into {self._inner[0]}"
         sent = foreign.use.removeprefix("send ").split(" ")[0].strip(",:")
@@ -248,7 +250,7 @@ class UnsupportedFields:
 
 
 def _plain(name: str) -> str:
-    """A name without what differs between spellings such as max_tokens and maxTokens."""
+    """Return a name without what differs between spellings such as max_tokens and maxTokens."""
     return name.replace("_", "").replace("-", "").lower()
 
 
@@ -262,7 +264,7 @@ def unsupported_in(body: type[msgspec.Struct], *, generates: bool = True) -> Uns
 
 
 def field_table() -> str:
-    """The tables as the documentation shows them: what to do instead, and the fields."""
+    """Return the tables as the documentation shows them: what to do instead, and the fields."""
     groups: dict[str, list[str]] = {}
     for name, foreign in FOREIGN_FIELDS.items():
         groups.setdefault(foreign.use or "leave it out", []).append(f"`{name}`")

@@ -289,7 +289,7 @@ def submit(
 async def resubmitting(
     submit: Callable[[], AsyncIterator[T]], names: AdapterNames, selection: Selection
 ) -> AsyncGenerator[T, None]:
-    """Yields what a submitted request yields.
+    """Yield what a submitted request yields.
 
     It is submitted again if an adapter's files were missing and could be restored.
     """
@@ -340,7 +340,7 @@ async def _run_one(
 
 
 def _check_same_tokenizers(context: Context, request: GenerationRequest, now: Selected) -> None:
-    """Raises AdapterRefused if the prompt was tokenized for another version of an adapter."""
+    """Raise AdapterRefused if the prompt was tokenized for another version of an adapter."""
     if context.names.tokenizers_of(now) != request.tokenizers:
         raise AdapterRefused(
             "changed_on_disk",

@@ -65,7 +65,7 @@ async def _known(context: HostContext, view: View) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """The last part of a name, without version or tag, in lower case."""
+    """Return the last part of a name, without version or tag, in lower case."""
     return name.rpartition("/")[2].partition("@")[0].partition(":")[0].lower()
 
 

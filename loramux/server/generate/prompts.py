@@ -86,7 +86,7 @@ def encode_pair(
 
 
 def check_num_tokens(codec: TextCodec, text: str, max_model_len: int, param: str) -> None:
-    """Raises ContextLengthExceeded for a text of many more tokens than the context has.
+    """Raise ContextLengthExceeded for a text of many more tokens than the context has.
 
     It is tokenized slice by slice until there are too many. A text that fits is never refused:
     cutting it adds a few tokens for each slice.
@@ -186,7 +186,7 @@ def room_for_answer(
 
 
 def _maximum(max_model_len: int) -> str:
-    """The words by which clients recognise that a prompt is too long."""
+    """Return the words by which clients recognise that a prompt is too long."""
     return f"This model's maximum context length is {max_model_len} tokens."
 
 
@@ -200,7 +200,7 @@ def check_characters(num_characters: int, max_model_len: int, param: str) -> Non
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yields all strings of a JSON value, keys included: a template may write any of them."""
+    """Yield all strings of a JSON value, keys included: a template may write any of them."""
     open_values = [value]
     while open_values:
         match open_values.pop():
@@ -278,7 +278,7 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _plain_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a checked message with parts of one kind, which chat templates know.
+    """Return a checked message with parts of one kind, which chat templates know.
 
     An assistant's message may have a refusal in place of a content, or neither.
     """

@@ -219,14 +219,14 @@ DraftT = TypeVar("DraftT", bound=ReceiptDraft)
 
 @contextmanager
 def receipt_draft(issuer: ReceiptIssuer, base: BaseIdentity, http: Call) -> Iterator[ReceiptDraft]:
-    """The draft of a request's receipt; an error inside the context is a refusal."""
+    """Yield the draft of a request's receipt; an error inside the context is a refusal."""
     with refusing(ReceiptDraft(issuer, base, http.known_caller), issuer, http) as draft:
         yield draft
 
 
 @contextmanager
 def refusing(draft: DraftT, issuer: ReceiptIssuer, http: Call) -> Iterator[DraftT]:
-    """Ends the draft of a receipt as refused if the context raises an error."""
+    """End the draft of a receipt as refused if the context raises an error."""
     draft.on_drop = lambda: setattr(http.facts, "receipt_id", None)
     try:
         yield draft

@@ -180,7 +180,7 @@ async def _bad_words(
 async def _selected(
     context: Context, http: Call, reference: ModelReference | Selected, caller: Caller
 ) -> Selected:
-    """Returns the selection of a reference, which the caller may use."""
+    """Return the selection of a reference, which the caller may use."""
     if isinstance(reference, ModelReference):
         selected = await select(context, reference, caller=caller)
         if reference.names_nothing and not selected.adapters:

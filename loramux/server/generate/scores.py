@@ -85,7 +85,7 @@ async def score_pairs(
 async def _by_embeddings(
     context: Context, http: Call, body: PoolingBody, pairs: Pairs, kind: RouteKind
 ) -> Scored:
-    """Computes the embedding of each text once."""
+    """Compute the embedding of each text once."""
     inputs = Inputs(texts=[*pairs.first, *pairs.second], kind=kind)
     found = await embeddings(context, http, body, inputs)
     first, second = (

@@ -80,7 +80,7 @@ async def select(context: HostContext, reference: ModelReference, *, caller: Cal
 
 
 def combination_of(body: GenerationBody) -> CombinationOptions | None:
-    """Returns the combination that a body asks for; None: the deltas are added.
+    """Return the combination that a body asks for; None: the deltas are added.
 
     Raises InvalidRequest for parameters without a method that uses them.
     """
@@ -112,7 +112,7 @@ def _naming_body_fields() -> Iterator[None]:
 async def _combine(
     context: HostContext, selected: Selected, options: CombinationOptions, caller: Caller
 ) -> Selected:
-    """Returns the selection of the one adapter that the selected ones are combined to."""
+    """Return the selection of the one adapter that the selected ones are combined to."""
     if context.combinations is None:
         raise InvalidRequest(
             f"This server adds adapters up, and makes no combination by {options.method}.",
@@ -168,7 +168,7 @@ async def _select_parts(
 
 
 async def select_model(context: HostContext, model: str | None, *, caller: Caller) -> Selected:
-    """Returns what a name selects: the base, an adapter, or a sum such as `a+0.3*b`."""
+    """Return what a name selects: the base, an adapter, or a sum such as `a+0.3*b`."""
     _check_length(model, "model")
     return await _finder(context, caller).select_model(model, param="model")
 
@@ -179,14 +179,14 @@ def _check_length(name: str | None, param: str) -> None:
 
 
 def vocab_size_for(context: Context, selected: Selected) -> int:
-    """Returns the number of token ids that the selection can read and write."""
+    """Return the number of token ids that the selection can read and write."""
     known = context.backend.adapters
     cards = [known[cid] for cid, _ in selected.selection if cid in known]
     return vocab_size_of(cards, context.backend.card.vocab_size)
 
 
 async def codec_for(context: Context, selected: Selected) -> TextCodec:
-    """Returns the tokenizer of the selection; missing files are restored, as those of a load."""
+    """Return the tokenizer of the selection; missing files are restored, as those of a load."""
     backend, selection = context.backend, selected.selection
     try:
         return await backend.codec_for(selection)
@@ -202,12 +202,12 @@ async def codec_for(context: Context, selected: Selected) -> TextCodec:
 async def find_named(
     context: HostContext, text: str, *, param: str, caller: Caller
 ) -> tuple[NamedAdapter, ...] | None:
-    """Returns the adapters of a name, which the host has afterwards; None if there are none."""
+    """Return the adapters of a name, which the host has afterwards; None if there are none."""
     return await _finder(context, caller).find(text, param=param)
 
 
 def check_base(selected: Selected, caller: Caller) -> None:
-    """Raises Forbidden if the base alone would answer and the caller may not use it."""
+    """Raise Forbidden if the base alone would answer and the caller may not use it."""
     if not (caller.may_use_base or selected.used):
         raise Forbidden("This key may not use the base without an adapter. Name an adapter.")
 
@@ -226,7 +226,7 @@ class _Finder:
     own_base_only: bool = False
 
     async def select_model(self, model: str | None, *, param: str) -> Selected:
-        """Reads the model as a single name, and as a sum if no such name was given.
+        """Read the model as a single name, and as a sum if no such name was given.
 
         Names of the registry cannot be taken for sums: they have neither `+` nor `*`.
         """
@@ -251,7 +251,7 @@ class _Finder:
         return Selected(model, await self.find_all(terms, param=param))
 
     async def find_all(self, terms: Sequence[Term], *, param: str) -> tuple[NamedAdapter, ...]:
-        """Finds all terms of a sum at once; each must be another adapter.
+        """Find all terms of a sum at once; each must be another adapter.
 
         A term that is itself a sum of the registry stands for its weighted parts.
         """
@@ -272,7 +272,7 @@ class _Finder:
         return tuple(adapters)
 
     async def find(self, text: str, *, param: str) -> tuple[NamedAdapter, ...] | None:
-        """Returns the adapters of a name, which the host has afterwards; None if there are none.
+        """Return the adapters of a name, which the host has afterwards; None if there are none.
 
         There is one, except for a sum of the registry.
         """
@@ -327,7 +327,7 @@ def _refuse_foreign(context: HostContext, text: str) -> None:
 
 
 def other_modality(name: str, modality: Modality) -> AdapterRefused:
-    """The refusal of an adapter on a route of another model than its own."""
+    """Return the refusal of an adapter on a route of another model than its own."""
     route = "/v1/images/generations" if modality == "image" else "/v1/chat/completions"
     return AdapterRefused(
         "other_modality",
@@ -351,7 +351,7 @@ def _require_own_base(context: HostContext, resolved: Resolved) -> None:
 
 
 def _find_by_cid(context: HostContext, text: str, param: str, view: View) -> NamedAdapter | None:
-    """Finds a given or combined adapter by its CID or a unique prefix of it."""
+    """Find a given or combined adapter by its CID or a unique prefix of it."""
     digits = text.removeprefix(CID_PREFIX)
     if not is_digest_start(digits):
         return None
@@ -375,7 +375,7 @@ def _find_by_cid(context: HostContext, text: str, param: str, view: View) -> Nam
 def openai_reference(
     context: Context, body: OpenAiBody, *, prompts: str | list[Any] = ""
 ) -> ModelReference:
-    """Returns what a body of OpenAI's routes names, by `model`, `adapters` or SGLang's `lora_path`.
+    """Return what a body of OpenAI's routes names, by `model`, `adapters` or SGLang's `lora_path`.
 
     As with SGLang, `base:adapter` in `model` precedes `lora_path`.
     """
@@ -413,7 +413,7 @@ def _lora_path(asked: str | list[str | None] | None, prompts: str | list[Any]) -
 
 
 def _after_base(context: HostContext, model: str) -> str | None:
-    """Returns the adapter of `base:adapter`, as SGLang and Ray write it; None: another form."""
+    """Return the adapter of `base:adapter`, as SGLang and Ray write it; None: another form."""
     for name in sorted(context.base_names, key=len, reverse=True):
         if model.startswith(f"{name}:"):
             return model[len(name) + 1 :]

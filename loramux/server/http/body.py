@@ -100,7 +100,7 @@ async def read_body(request: Call, max_bytes: int, *, any_type: bool = False) ->
 
 
 async def read_upload(request: Call, max_bytes: int) -> bytes:
-    """Reads a body that is not JSON: its parts are not counted, and any type is taken."""
+    """Read a body that is not JSON: its parts are not counted, and any type is taken."""
     return await _receive(request, max_bytes, is_json=False)
 
 
@@ -124,7 +124,7 @@ async def _receive(request: Call, max_bytes: int, *, is_json: bool = True) -> by
 
 
 def _require_json(request: Call) -> None:
-    """Raises NotJson unless the body is declared as JSON, or there is none.
+    """Raise NotJson unless the body is declared as JSON, or there is none.
 
     Web pages of other origins may send bodies of a few other types, and of none, without asking.
     """
@@ -153,7 +153,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def convert(fields: Mapping[str, Any], kind: type[T], *, from_text: bool = False) -> T:
-    """Makes a struct of decoded fields; `from_text`: numbers and the like are texts."""
+    """Make a struct of decoded fields; `from_text`: numbers and the like are texts."""
     try:
         return msgspec.convert(fields, kind, strict=not from_text)
     except msgspec.ValidationError as error:

@@ -39,7 +39,7 @@ def install_error_handlers(app: Starlette, missing: MissingRoutes) -> None:
 
 
 def _known(error: OSError) -> Exception:
-    """The error of files as clients see it, without paths; the log has them."""
+    """Return the error of files as clients see it, without paths; the log has them."""
     known = machine_error(error)
     if known is not None:
         _log.error("files of the server cannot be used: %s", error)
@@ -49,5 +49,5 @@ def _known(error: OSError) -> Exception:
 
 
 async def _handle_client_gone(request: Request, error: Exception) -> Response:
-    """The client has disconnected; the status is for access logs only."""
+    """Return the client has disconnected; the status is for access logs only."""
     return Response(status_code=CLIENT_GONE_STATUS)

@@ -28,8 +28,10 @@ class MissingRoutes:
         prefixes: Mapping[str, ErrorShape],
         closed: Mapping[str, str],
     ) -> None:
-        """`served`: the routes that do not refuse; `prefixes`: the shape of errors by the beginning
-        of a path; `closed`: path -> what opens it."""
+        """Take the routes that do not refuse as `served`.
+
+        `prefixes`: the shape of errors by the beginning of a path; `closed`: path -> what opens it.
+        """
         self._table = table
         self._shapes: dict[str, ErrorShape] = {}
         for route in served:

@@ -32,7 +32,7 @@ def named_event(name: str, chunk: object) -> bytes:
 
 
 def line(chunk: object) -> bytes:
-    """A line of newline-delimited JSON."""
+    """Return a line of newline-delimited JSON."""
     return msgspec.json.encode(chunk) + b"\n"
 
 

@@ -69,7 +69,7 @@ class RouteTable:
     """Finds routes by method and path; of several patterns, the first that matches."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        """Raises UnlistedRoute, so that a route without an entry ends the start of the server."""
+        """Raise UnlistedRoute, so that a route without an entry ends the start of the server."""
         self.routes = tuple(routes)
         self._exact: dict[tuple[str, str], Entry] = {}
         self._patterns: list[tuple[str, Pattern[str], Entry]] = []

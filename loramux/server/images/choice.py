@@ -22,7 +22,7 @@ async def choose(
     adapters: Sequence[str] | None,
     weights: Sequence[float] | None,
 ) -> Chosen:
-    """Returns the adapters that the own routes mean: none are the default, [] is the base.
+    """Return the adapters that the own routes mean: none are the default, [] is the base.
 
     `model` may also be the name of an adapter.
     """
@@ -51,7 +51,7 @@ async def choose_deployed(
     adapters: Sequence[str],
     weights: Sequence[float] | None,
 ) -> Chosen:
-    """Returns the adapters that sheaf's routes mean: [] is the default.
+    """Return the adapters that sheaf's routes mean: [] is the default.
 
     There, the name of the deployment as the only adapter is the base.
     """
@@ -103,7 +103,7 @@ async def _find_all(
 
 
 def _allowed(context: ImageContext, chosen: Chosen, caller: Caller) -> Chosen:
-    """Raises Forbidden if the base alone would draw and the caller may not use it.
+    """Raise Forbidden if the base alone would draw and the caller may not use it.
 
     Raises InvalidRequest for adapters that cannot be added up.
     """
@@ -113,7 +113,7 @@ def _allowed(context: ImageContext, chosen: Chosen, caller: Caller) -> Chosen:
 
 
 def _by_default(context: ImageContext, one: NamedAdapter) -> NamedAdapter:
-    """Gives an adapter that was named alone its weight; terms of a sum keep theirs."""
+    """Give an adapter that was named alone its weight; terms of a sum keep theirs."""
     is_alone = one.given == one.text and one.weight == 1
     return replace(one, weight=_default_weight(context, one)) if is_alone else one
 

@@ -45,7 +45,7 @@ class ImageDraft(ReceiptDraft):
         self._finished = tuple(images)
 
     def begin_image(self) -> None:
-        """Records the first step of the first image."""
+        """Record the first step of the first image."""
         if self._ttft_ms is None:
             self._ttft_ms = self._elapsed_ms()
 
@@ -71,7 +71,7 @@ class ImageDraft(ReceiptDraft):
 
 @contextmanager
 def image_draft(context: ImageContext, http: Call) -> Iterator[ImageDraft]:
-    """The draft of a receipt; an error inside the context is a refusal."""
+    """Yield the draft of a receipt; an error inside the context is a refusal."""
     issuer = context.receipts
     draft = ImageDraft(issuer, context.base_identity, http.known_caller)
     with refusing(draft, issuer, http):
@@ -127,7 +127,7 @@ class Drawing:
         return self.images
 
     async def updates(self) -> AsyncGenerator[ImageUpdate, None]:
-        """Yields the updates of a single image; the receipt is there before the last one."""
+        """Yield the updates of a single image; the receipt is there before the last one."""
         (request,) = self.requests
         with self._running():
             async with aclosing(self._run(request)) as updates:
@@ -148,7 +148,7 @@ class Drawing:
         return infotext(card, model, request, self.chosen, self.typed)
 
     def receipt(self) -> Receipt | None:
-        """Returns the receipt of the finished images; None if receipts are off."""
+        """Return the receipt of the finished images; None if receipts are off."""
         assert self.draft is not None
         return self.draft.receipt
 
@@ -197,7 +197,7 @@ class Drawing:
         raise EngineStopped("The image engine ended the image without a result.")
 
     async def _run(self, request: ImageRequest) -> AsyncGenerator[ImageUpdate, None]:
-        """Yields the updates of one image, and counts it in the metrics."""
+        """Yield the updates of one image, and count it in the metrics."""
         backend, names, metrics = self.context.backend, self.context.names, self.context.metrics
         counted = self._counted()
         began_s = last_s = time.monotonic()
@@ -245,7 +245,7 @@ class Drawing:
         return replace(self.form, texts=tuple(texts))
 
     def _counted(self) -> list[CountedAdapter]:
-        """Returns the counters of the adapters that change the image, with this image counted."""
+        """Return the counters of the adapters that change the image, with this image counted."""
         metrics, tenant = self.context.metrics, self.caller.confined_to
         used = Selected("", self.chosen).used
         found = [one for named in used for one in metrics.counted(named.cid, named.label, tenant)]

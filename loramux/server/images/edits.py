@@ -95,7 +95,7 @@ def _mask(form: Form) -> bytes | None:
 
 
 def _fields(form: Form) -> dict[str, Any]:
-    """Returns the fields that are not files; lists have a name with or without brackets."""
+    """Return the fields that are not files; list have a name with or without brackets."""
     fields: dict[str, Any] = {}
     for name, texts in form.texts.items():
         bare = name.removesuffix("[]")
@@ -113,7 +113,7 @@ def _fields(form: Form) -> dict[str, Any]:
 
 
 def _items(name: str, texts: list[str]) -> list[Any]:
-    """Returns the items of a list; one text may be all of them as JSON, or empty for none."""
+    """Return the items of a list; one text may be all of them as JSON, or empty for none."""
     if len(texts) == 1 and not texts[0].strip():
         return []
     if len(texts) == 1 and texts[0].lstrip().startswith("["):

@@ -12,7 +12,7 @@ _SCALES = ("scale", "lora_scale")
 
 
 def named_adapters(body: ImageGeneration) -> tuple[list[str] | None, list[float] | None]:
-    """Returns the names and weights that a body gives in one of its ways.
+    """Return the names and weights that a body gives in one of its ways.
 
     `path` of other servers is the name of a served adapter here, as any other would read files.
     """
@@ -36,7 +36,7 @@ def named_adapters(body: ImageGeneration) -> tuple[list[str] | None, list[float]
 
 
 def _weights(scales: Sequence[object], field: str) -> list[float] | None:
-    """Returns the weights; None: all are the adapters' own."""
+    """Return the weights; None: all are the adapters' own."""
     given = [scale for scale in scales if isinstance(scale, float)]
     if given and len(given) < len(scales):
         raise InvalidRequest(f"Give each of {field} a scale, or none of them.", param=field)
@@ -44,7 +44,7 @@ def _weights(scales: Sequence[object], field: str) -> list[float] | None:
 
 
 def _only(lora: NamedLora, fields: Sequence[str], param: str) -> object:
-    """Returns the value of the one field that is given; a name must be."""
+    """Return the value of the one field that is given; a name must be."""
     values = {name: getattr(lora, name) for name in fields if getattr(lora, name) is not None}
     if len(set(values.values())) > 1 or (not values and fields is _NAMES):
         raise InvalidRequest(

@@ -67,14 +67,14 @@ class ImageNames(AdapterNames):
         return found
 
     def weight_of(self, name: str) -> float:
-        """Returns the weight of an adapter in requests that name none."""
+        """Return the weight of an adapter in requests that name none."""
         return self._weights.get(name, 1.0)
 
     def set_weight(self, name: str, weight: float) -> None:
         self._weights[name] = weight
 
     def set_default(self, name: str | None) -> None:
-        """Raises InvalidRequest for a name that is not given."""
+        """Raise InvalidRequest for a name that is not given."""
         if name is not None and self.find(name) is None:
             known = [given.name for given in self.given()]
             raise InvalidRequest(

@@ -74,7 +74,7 @@ async def make_drawing(
     draft: ImageDraft,
     source: SourceImage | None = None,
 ) -> Drawing:
-    """Checks a body and makes the requests of its images; their seeds follow one another."""
+    """Check a body and make the requests of its images; their seeds follow one another."""
     caller = http.caller
     for name, values in _ACCEPTED.items():
         if getattr(body, name) not in values:

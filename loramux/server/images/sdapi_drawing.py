@@ -51,7 +51,7 @@ class SdAsked:
 async def make_drawing(
     context: ImageContext, body: SdDrawing, http: Call, draft: ImageDraft
 ) -> SdAsked:
-    """Checks a body and makes the requests of its images; their seeds follow one another."""
+    """Check a body and make the requests of its images; their seeds follow one another."""
     caller, card = http.caller, context.backend.card
     check_scripts(body.alwayson_scripts or {})
     prompt = read_prompt(body.prompt)
@@ -113,7 +113,7 @@ def _count(body: SdDrawing) -> int:
 
 
 def _guidance(card: ImageCard, body: SdDrawing) -> tuple[float | None, float | None]:
-    """Returns guidance_scale and true_cfg_scale; cfg_scale is classifier-free guidance."""
+    """Return guidance_scale and true_cfg_scale; cfg_scale is classifier-free guidance."""
     scale = DEFAULT_CFG_SCALE if body.cfg_scale is None else body.cfg_scale
     if not card.takes_true_cfg:
         return scale, None
@@ -153,7 +153,7 @@ def _source(body: SdDrawing) -> SourceImage | None:
 
 
 def info_of(context: ImageContext, body: SdDrawing, asked: SdAsked) -> dict[str, Any]:
-    """What A1111 says of images: enough to draw them again."""
+    """Return what A1111 says of images: enough to draw them again."""
     requests = asked.drawing.requests
     first, seeds = requests[0], [one.seed for one in requests]
     model = context.names.base_names[0]
@@ -237,7 +237,7 @@ class SdProgressBoard:
             self._shown.remove(shown)
 
     def progress(self, caller: Caller) -> SdProgress:
-        """Returns the progress of the oldest request; clients expect one at a time."""
+        """Return the progress of the oldest request; clients expect one at a time."""
         mine = [one for one in self._shown if caller.is_operator or one.tenant == caller.tenant]
         if not mine:
             return SdProgress(progress=0.0, eta_relative=0.0, state=SdProgressState())

@@ -26,7 +26,7 @@ class TaggedPrompt:
 
 
 def read_prompt(prompt: str) -> TaggedPrompt:
-    """Takes `<lora:name:weight>` out of a prompt; refuses other syntax that changes a picture."""
+    """Take `<lora:name:weight>` out of a prompt; refuse other syntax that changes a picture."""
     names: list[str] = []
     weights: list[float | None] = []
     for tag in _TAG.finditer(prompt):
@@ -69,7 +69,7 @@ def read_words(card: ImageCard, prompt: TaggedPrompt, negative: str) -> Words:
 
 
 def _weight(tag: str, values: list[str]) -> float | None:
-    """Returns the weight of a tag; those of text encoder and denoiser must be equal."""
+    """Return the weight of a tag; those of text encoder and denoiser must be equal."""
     if not values:
         return None
     try:
@@ -106,14 +106,14 @@ _FLOW = "Euler"
 
 
 def served_samplers(card: ImageCard) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Returns the samplers of the model by A1111's names."""
+    """Return the samplers of the model by A1111's names."""
     if not card.samplers:
         return {_FLOW: ("", SAMPLERS[_FLOW][1])}
     return {name: one for name, one in SAMPLERS.items() if one[0] in card.samplers}
 
 
 def find_sampler(card: ImageCard, name: str | None, scheduler: str | None) -> str:
-    """Returns our name of a sampler with a scheduler; none is the model's own."""
+    """Return our name of a sampler with a scheduler; none is the model's own."""
     if not name:
         return ""
     wanted, schedule = name.strip(), (scheduler or "automatic").lower()

@@ -34,7 +34,7 @@ UNPROCESSABLE = 422
 
 
 def sheaf_error(error: Exception) -> Response:
-    """An error in the form of FastAPI; a field that is invalid is a 422 here."""
+    """Return an error in the form of FastAPI; a field that is invalid is a 422 here."""
     info = error_info(error)
     body: object = {"detail": info.message}
     status = info.code

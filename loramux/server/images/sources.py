@@ -13,7 +13,7 @@ _DATA_URL = "data:"
 
 
 def decode_base64(text: str, param: str) -> bytes:
-    """Decodes base64 or a data URL with base64."""
+    """Decode base64 or a data URL with base64."""
     if text.startswith(_DATA_URL):
         head, _, text = text.partition(",")
         if not head.endswith(";base64"):

@@ -14,7 +14,7 @@ from loramux.wire.text import AdapterEntry
 def with_stored(
     entries: Sequence[AdapterEntry], catalog: Iterable[CatalogEntry]
 ) -> list[AdapterEntry]:
-    """Adds versions of the registry as names of adapters that are there, or as stored ones."""
+    """Add versions of the registry as names of adapters that are there, or as stored ones."""
     # Adapters that were not read yet have no CID.
     found = {entry.cid or entry.id: entry for entry in entries}
     for version in catalog:
@@ -24,7 +24,7 @@ def with_stored(
 
 
 def matching(entries: list[AdapterEntry], text: str) -> list[AdapterEntry]:
-    """Returns the entries of which a name, an alias or the CID contains the text."""
+    """Return the entries of which a name, an alias or the CID contains the text."""
     wanted = text.strip().lower()
     if not wanted:
         return entries

@@ -59,7 +59,7 @@ class LiveFeed:
         return len(self._followers)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields server-sent events until the server stops."""
+        """Yield server-sent events until the server stops."""
         follower = _Follower()
         if not self._followers:
             self._begin()
@@ -74,7 +74,7 @@ class LiveFeed:
                 self._end()
 
     def _begin(self) -> None:
-        """Starts over: nothing was recorded while no page was open."""
+        """Start over: nothing was recorded while no page was open."""
         for host in self._hosts:
             host.begin()
         self._state = self._read()
@@ -117,14 +117,14 @@ class LiveFeed:
             queue.put_nowait(None)
 
     def _read(self) -> State:
-        """Returns the state of the first model, and that of the image model beside it."""
+        """Return the state of the first model, and that of the image model beside it."""
         states = [host.read() for host in self._hosts]
         return {"time": round(time.time(), 3), **states[0]} | {
             host.modality: state for host, state in zip(self._hosts[1:], states[1:], strict=True)
         }
 
     def _moves(self) -> State:
-        """Returns the adapters that were loaded and evicted since the last event, of all models."""
+        """Return the adapters that were loaded and evicted since the last event, of all models."""
         moves: dict[str, list[str]] = {}
         for host in self._hosts:
             for what, names in host.moves().items():
@@ -203,7 +203,7 @@ class _HostView:
         }
 
     def moves(self) -> dict[str, list[str]]:
-        """Returns the adapters that were loaded and evicted since the last call."""
+        """Return the adapters that were loaded and evicted since the last call."""
         before, now = self._resident, self._context.backend.stats.resident_adapters
         if before is now:
             return {}
@@ -213,7 +213,7 @@ class _HostView:
         return {what: self._names(cids) for what, cids in moves.items() if cids}
 
     def _traffic(self, stats: EngineStats) -> dict[str, int]:
-        """Returns the tokens generated so far by the adapters that ran lately."""
+        """Return the tokens generated so far by the adapters that ran lately."""
         now = time.monotonic()
         self._followed |= dict.fromkeys(stats.running_adapters, now)
         self._followed = {cid: at for cid, at in self._followed.items() if now - at <= _FOLLOWED_S}
@@ -244,7 +244,7 @@ def _pages(stats: EngineStats) -> dict[str, int]:
 
 
 def cells_of(kinds: bytes, num_cells: int = MAX_CELLS) -> str:
-    """Returns a letter for each of up to `num_cells` ranges of pages: what most of a range is.
+    """Return a letter for each of up to `num_cells` ranges of pages: what most of a range is.
 
     Between two kinds of one number, the one that holds something is shown.
     """
@@ -260,7 +260,7 @@ def _largest(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _percentiles(samples: Sequence[float]) -> dict[str, float] | None:
-    """Returns percentiles in milliseconds of sorted seconds; None without a sample."""
+    """Return percentiles in milliseconds of sorted seconds; None without a sample."""
     if not samples:
         return None
     last = len(samples) - 1

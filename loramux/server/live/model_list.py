@@ -16,7 +16,7 @@ from loramux.wire.text import ModelEntry
 
 
 async def list_models(context: HostContext, caller: Caller) -> list[ModelEntry]:
-    """Returns the bases and all adapters that the caller may use, those of the registry last."""
+    """Return the bases and all adapters that the caller may use, those of the registry last."""
     for host in context.hosts:
         host.require_known()
     view = context.view_of(caller)
@@ -50,7 +50,7 @@ async def registry_entry(context: HostContext, model_id: str, view: View) -> Mod
 
 
 def _model_entry(context: HostContext, model_id: str, resolved: Resolved, view: View) -> ModelEntry:
-    """Describes an adapter of the registry; its root is its CID until it was first requested."""
+    """Describe an adapter of the registry; its root is its CID until it was first requested."""
     hosts = [host for host in context.hosts if host.modality == resolved.modality]
     card = hosts[0].backend.adapters.get(resolved.cid) if hosts else None
     return ModelEntry(
@@ -64,7 +64,7 @@ def _model_entry(context: HostContext, model_id: str, resolved: Resolved, view: 
 
 
 def host_entries(context: HostContext, view: View) -> dict[str, ModelEntry]:
-    """Returns the base and the given adapters by name, except for those that were refused.
+    """Return the base and the given adapters by name, except for those that were refused.
 
     A name of the base always means the base. Paths of the server are not for tenants.
     """

@@ -62,7 +62,7 @@ class PageFile:
 
 @cache
 def page_files() -> Mapping[str, PageFile]:
-    """Returns the built files by their path below /ui/."""
+    """Return the built files by their path below /ui/."""
     paths = sorted(path for path in FOLDER.rglob("*") if path.suffix in MEDIA_TYPES)
     return {path.relative_to(FOLDER).as_posix(): _read(path) for path in paths}
 
@@ -101,6 +101,6 @@ def is_browser(request: Request) -> bool:
 
 
 def to_page(request: Request) -> Response:
-    """Sends a browser to the page; relative, as a proxy may serve it below a path."""
+    """Send a browser to the page; relative, as a proxy may serve it below a path."""
     headers = {"vary": "accept", "cache-control": "no-store"}
     return RedirectResponse("ui/", 307, headers=headers)

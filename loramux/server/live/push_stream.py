@@ -21,7 +21,7 @@ def no_report(progress: Progress) -> None:
 async def progress_events(
     push: Callable[[Report], Awaitable[PushedEntry]],
 ) -> AsyncGenerator[bytes, None]:
-    """Yields `progress` events while the push runs, and then `done` with its result.
+    """Yield `progress` events while the push runs, and then `done` with its result.
 
     A push goes on when the client has disconnected, as one without events does.
     """

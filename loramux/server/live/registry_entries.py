@@ -10,7 +10,7 @@ from loramux.wire.registry import AliasEntry, RegistryEntry, VersionEntry
 
 
 def registry_entry(info: AdapterInfo, view: View = WHOLE_VIEW) -> RegistryEntry:
-    """Describes an adapter; of another tenant's, only what is shared with the caller."""
+    """Describe an adapter; of another tenant's, only what is shared with the caller."""
     shared = view.shared_versions(info.adapter)
     is_own = not view.is_confined or info.adapter.tenant == view.tenant
     seen = [one for one in info.versions if shared is None or one.version in shared]

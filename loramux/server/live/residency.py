@@ -37,7 +37,7 @@ class Residencies:
         return self._apply(self._moves(views))
 
     async def wait_for_news(self, *, since: int, instance: str, wait_s: float) -> None:
-        """Returns when something moved after a generation, a state changed, or after `wait_s`."""
+        """Return when something moved after a generation, a state changed, or after `wait_s`."""
         view = self.view
         is_leaving = any(
             host.backend.health in (Health.DRAINING, Health.STOPPED) for host in self._hosts

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 async def warm_up(context: HostContext, selection: Selection) -> None:
-    """Generates a token or an image with the adapters, which are on the device afterwards."""
+    """Generate a token or an image with the adapters, which are on the device afterwards."""
     context.require_ready()
     if isinstance(context, ImageContext):
         await draw_smallest(context, selection)
@@ -45,7 +45,7 @@ async def _generate_token(context: Context, selection: Selection) -> None:
 
 
 def find_prewarmed(registry: RegistryAdapters | None, names: Iterable[str]) -> list[Resolved]:
-    """Resolves the names of --prewarm-adapters in the registry; raises AdapterNotFound.
+    """Resolve the names of --prewarm-adapters in the registry; raise AdapterNotFound.
 
     It queries the database.
     """
@@ -74,7 +74,7 @@ async def prewarm(
     adapters: Iterable[Resolved] = (),
     combinations: Combinations | None = None,
 ) -> None:
-    """Loads given names and adapters of the registry one after another; failures are logged."""
+    """Load given names and adapters of the registry one after another; failures are logged."""
     for name in given:
         try:
             found = await names.identify(name)

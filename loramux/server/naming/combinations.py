@@ -64,12 +64,12 @@ class Combinations:
         return self._recipes
 
     def is_ready(self, recipe: Recipe) -> bool:
-        """Returns whether the host has the combination's adapter."""
+        """Return whether the host has the combination's adapter."""
         made = self._made.get(recipe.cid)
         return made is not None and made.card.cid in self._host.adapters
 
     async def add(self, recipe: Recipe) -> AdapterCard:
-        """Returns the combination's adapter, which the host has afterwards.
+        """Return the combination's adapter, which the host has afterwards.
 
         It is made once for all concurrent callers. Raises AdapterRefused if the parts cannot be
         combined, and EngineBusy if too many combinations wait.
@@ -111,7 +111,7 @@ class Combinations:
         return card.path
 
     async def _remove_trimmed(self, folders: list[Path]) -> None:
-        """Removes adapters from the host whose folders are gone; their requests finish."""
+        """Remove adapters from the host whose folders are gone; their requests finish."""
         removed = {str(folder) for folder in folders}
         for key, made in list(self._made.items()):
             if made.card.path in removed:
@@ -132,7 +132,7 @@ class Combinations:
 
 
 async def make_in_child(root: Path, recipe: Recipe, folders: Mapping[str, str]) -> Path:
-    """Makes a combination in a child process, so that it slows down neither server nor engine."""
+    """Make a combination in a child process, so that it slows down neither server nor engine."""
     task = {"root": str(root), "recipe": recipe.encode().decode(), "folders": dict(folders)}
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", MAKER),

@@ -58,7 +58,7 @@ class AdapterFolder:
                 _log.warning("%s cannot be read: %s", self._root, error)
 
     async def find(self, name: str) -> bool:
-        """Looks for one name, and returns whether its folder has become an adapter now."""
+        """Look for one name, and return whether its folder has become an adapter now."""
         if not is_plain(name):
             return False
         async with self._lock:
@@ -121,7 +121,7 @@ class AdapterFolder:
         return {name: one for name, one in files.items() if one is not None}
 
     def _files(self, name: str) -> FolderFiles | None:
-        """The files of an adapter's folder, which may be a link; None: it is none."""
+        """Return the files of an adapter's folder, which may be a link; None: it is none."""
         folder = self._root / name
         return list_files(str(folder)) if (folder / CONFIG_NAME).is_file() else None
 

@@ -18,7 +18,7 @@ from loramux.sources.source_id import SourceId, SourceKind, split_weights
 
 
 def local_folder(source: str, roots: Sequence[str]) -> Path:
-    """Returns the real path of a local folder; raises SourceForbidden outside the roots."""
+    """Return the real path of a local folder; raise SourceForbidden outside the roots."""
     _, found = find_under_roots(Path(source), [Path(root) for root in roots])
     return found
 
@@ -47,7 +47,7 @@ def fetched_folder(
     *,
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[Path]:
-    """Provides a folder with the source's files while the context lasts.
+    """Provide a folder with the source's files while the context lasts.
 
     Remote and local files are copied, so that no link can take their place later: call it on a
     thread.

@@ -175,11 +175,11 @@ class AdapterNames:
         return bool(self._given) or self.registry is not None
 
     def described(self, given: GivenName) -> dict[str, Any]:
-        """Returns what lists of models say of a given name besides the fields of every model."""
+        """Return what lists of models say of a given name besides the fields of every model."""
         return {}
 
     def find(self, name: str) -> GivenName | None:
-        """Returns a given name or None; its adapter may not have been read yet."""
+        """Return a given name or None; its adapter may not have been read yet."""
         given = self._given.get(name)
         if given is None or given.cid is None or given.cid in self._host.adapters:
             return given
@@ -187,7 +187,7 @@ class AdapterNames:
         return self._put(replace(given, cid=None))
 
     async def identify(self, name: str) -> GivenName | None:
-        """Returns a given name with its CID; reads the adapter first if that was not done yet.
+        """Return a given name with its CID; read the adapter first if that was not done yet.
 
         One read serves all concurrent callers. Raises AdapterRefused; an adapter that was refused
         is read again once its files have changed.
@@ -204,23 +204,23 @@ class AdapterNames:
         return given
 
     def given(self) -> list[GivenName]:
-        """Returns all given names in the order in which they were added."""
+        """Return all given names in the order in which they were added."""
         return [found for name in list(self._given) if (found := self.find(name)) is not None]
 
     def names_of(self, cid: str) -> list[str]:
-        """Returns the given names of an adapter, and its last full name in the registry."""
+        """Return the given names of an adapter, and its last full name in the registry."""
         names = list(self._names.get(cid, ()))
         names += [self._made_names[cid]] if cid in self._made_names else []
         return [*names, self._full_names.get(cid, cid)] if cid in self._labels else names
 
     def labels_of(self, cid: str) -> list[str]:
-        """Returns the labels of an adapter in metrics: given names, and registry names without
+        """Return the labels of an adapter in metrics: given names, and registry names without
         their version."""
         labels = [*self._names.get(cid, ()), *self._labels.get(cid, ())]
         return [*labels, self._combined[cid]] if cid in self._combined else labels
 
     def add_combination(self, combined: NamedAdapter, *, tenant: str = "") -> None:
-        """Records the label of a combination for metrics, its name if it is a version, and the
+        """Record the label of a combination for metrics, its name if it is a version, and the
         tenant of the request."""
         self._combined[combined.cid] = combined.label
         self._combined_by.setdefault(combined.cid, set()).add(tenant)
@@ -239,7 +239,7 @@ class AdapterNames:
         return view.caller.adapters is None and view.tenant in self._combined_by.get(cid, ())
 
     def visible_names(self, cid: str, view: View) -> list[str]:
-        """Returns the names of an adapter that the caller sees."""
+        """Return the names of an adapter that the caller sees."""
         if view.is_whole:
             return self.names_of(cid)
         return view.visible(self._names.get(cid, ()), self._registry_names(cid))
@@ -256,7 +256,7 @@ class AdapterNames:
         )
 
     def _registry_names(self, cid: str) -> list[str]:
-        """Returns the full names in the registry by which requests have named an adapter."""
+        """Return the full names in the registry by which requests have named an adapter."""
         full = [self._made_names[cid]] if cid in self._made_names else []
         labels = self._labels.get(cid, {})
         return [*full, *(name for label, name in labels.items() if label != cid)]
@@ -265,13 +265,13 @@ class AdapterNames:
         self._sums[resolved.cid] = resolved
 
     def unread(self) -> dict[str, list[GivenName]]:
-        """Returns the given names without a CID by folder, in the order of their addition."""
+        """Return the given names without a CID by folder, in the order of their addition."""
         return {path: [self._given[name] for name in names] for path, names in self._unread.items()}
 
     async def load(
         self, name: str, path: str, *, is_real: bool = False, check: Check | None = None
     ) -> AdapterCard:
-        """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused.
+        """Add the folder's adapter to the host, and give it the name; raise AdapterRefused.
 
         `is_real`: the path is a real path that was checked, and the adapter must be read there.
         `check`: what the adapter must pass before it gets the name.
@@ -295,7 +295,7 @@ class AdapterNames:
     def bind(
         self, name: str, card: AdapterCard | InspectedCard, *, created_s: int | None = None
     ) -> None:
-        """Gives a name to an adapter that the host has, or whose header the host has checked."""
+        """Give a name to an adapter that the host has, or whose header the host has checked."""
         created_s = int(time.time()) if created_s is None else created_s
         cid = card.cid if isinstance(card, AdapterCard) else None
         before = self._given.get(name)
@@ -304,7 +304,7 @@ class AdapterNames:
         self._put(GivenName(name, cid, card.path, created_s, card.rank, card.num_bytes))
 
     def unloaded_s(self, name: str) -> float | None:
-        """Returns when a name was taken from its adapter; None: it was not, or long ago."""
+        """Return when a name was taken from its adapter; None: it was not, or long ago."""
         return None if name in self._given else self._unloaded.get(name)
 
     async def unload(self, name: str) -> None:
@@ -321,7 +321,7 @@ class AdapterNames:
         await self._remove_unnamed()
 
     async def pull(self, resolved: Resolved) -> None:
-        """Adds an adapter of the registry to the host, once for all concurrent callers."""
+        """Add an adapter of the registry to the host, once for all concurrent callers."""
         cid = resolved.cid
         self._labels.setdefault(cid, {})[label_of(resolved)] = full_name(resolved)
         if resolved.name is not None:
@@ -336,7 +336,7 @@ class AdapterNames:
         await asyncio.shield(task)
 
     async def restore(self, cid: str) -> bool:
-        """Makes an adapter loadable again that the host could not load; returns whether it is.
+        """Make an adapter loadable again that the host could not load; return whether it is.
 
         Missing files of an adapter of the registry are fetched. The folder of a given name is read
         again: if its files have changed, its names move to the new adapter, and False is returned.
@@ -351,7 +351,7 @@ class AdapterNames:
         return True
 
     def rebind(self, selected: Selected) -> Selected:
-        """Returns the selected adapters with the CIDs that their given names mean now.
+        """Return the selected adapters with the CIDs that their given names mean now.
 
         A reload in place may have moved a name while the prompt was tokenized.
         """
@@ -363,7 +363,7 @@ class AdapterNames:
         return replace(selected, adapters=moved)
 
     def check_alone(self, adapters: Iterable[NamedAdapter], *, param: str) -> None:
-        """Raises InvalidRequest if one of several adapters, or a weighted one, must be alone."""
+        """Raise InvalidRequest if one of several adapters, or a weighted one, must be alone."""
         cards = self._host.adapters
         parts = [
             SumPart(one.text, one.weight, cards[one.cid].only_alone if one.cid in cards else "")
@@ -372,7 +372,7 @@ class AdapterNames:
         check_alone(parts, param=param, takes_weights=self.takes_weights)
 
     def tokenizers_of(self, selected: Selected) -> tuple[str, ...]:
-        """Returns the digest of the tokenizer files of each adapter; empty for none."""
+        """Return the digest of the tokenizer files of each adapter; empty for none."""
         cards = self._host.adapters
         return tuple(
             cards[one.cid].tokenizer_digest if one.cid in cards else "" for one in selected.adapters
@@ -406,7 +406,7 @@ class AdapterNames:
         return self._names, given.cid
 
     async def _read(self, path: str) -> None:
-        """Reads a folder and gives its names their CID, once for all concurrent callers."""
+        """Read a folder and give its names their CID, once for all concurrent callers."""
         task = self._reading.get(path)
         if task is None:
             task = self._reading[path] = asyncio.create_task(self._read_folder(path))
@@ -436,7 +436,7 @@ class AdapterNames:
     def _settle(
         self, path: str, *, card: AdapterCard | None = None, failure: Failure | None = None
     ) -> None:
-        """Records the result of a read for all names that still wait for it."""
+        """Record the result of a read for all names that still wait for it."""
         cid = None if card is None else card.cid
         for name in list(self._unread.get(path, ())):
             self._put(replace(self._given[name], cid=cid, failure=failure))
@@ -448,7 +448,7 @@ class AdapterNames:
             _log.warning("the adapter at %s cannot be served: %s", path, error)
 
     async def _read_again(self, cid: str) -> bool:
-        """Reads the folder of an adapter that could not be loaded; returns whether it is its."""
+        """Read the folder of an adapter that could not be loaded; return whether it is its."""
         card = self._host.adapters.get(cid)
         if card is None:
             return False
@@ -466,7 +466,7 @@ class AdapterNames:
 
     @asynccontextmanager
     async def _adding(self) -> AsyncIterator[None]:
-        """Keeps unnamed adapters on the host until the context has named the one it adds."""
+        """Keep unnamed adapters on the host until the context has named the one it adds."""
         self._num_adding += 1
         try:
             yield
@@ -498,7 +498,7 @@ class AdapterNames:
 
 
 def list_files(place: str) -> FolderFiles:
-    """Lists a file, or the files of a folder; an empty list if it cannot be read."""
+    """List a file, or the files of a folder; an empty list if it cannot be read."""
     path = Path(place)
     try:
         entries = [path] if path.is_file() else path.iterdir()
@@ -522,7 +522,7 @@ def _moved(path: str) -> AdapterRefused:
 
 
 def _as_refusal(error: AdapterRefused | AdapterNotFound) -> AdapterRefused:
-    """A folder that was there at the start and is gone refuses the adapter, not its name."""
+    """Return a folder that was there at the start and is gone refuses the adapter, not its name."""
     if isinstance(error, AdapterRefused):
         return error
     return AdapterRefused(
@@ -531,19 +531,19 @@ def _as_refusal(error: AdapterRefused | AdapterNotFound) -> AdapterRefused:
 
 
 def full_name(resolved: Resolved) -> str:
-    """Returns tenant/name@version, or the CID of an adapter that was named by its CID."""
+    """Return tenant/name@version, or the CID of an adapter that was named by its CID."""
     if resolved.name is None:
         return resolved.cid
     return f"{resolved.tenant}/{resolved.name}@{resolved.version}"
 
 
 def label_of(resolved: Resolved) -> str:
-    """Returns tenant/name without the version, or the CID."""
+    """Return tenant/name without the version, or the CID."""
     return resolved.cid if resolved.name is None else f"{resolved.tenant}/{resolved.name}"
 
 
 def combination_label(recipe: Recipe, parts: Sequence[NamedAdapter]) -> str:
-    """Returns method and labels without weights, such as ties(acme/german,acme/sql)."""
+    """Return method and labels without weights, such as ties(acme/german,acme/sql)."""
     return f"{recipe.method.name}({','.join(sorted(part.label for part in parts))})"
 
 
@@ -554,7 +554,7 @@ def check_expected(name: str, cid: str, expected: frozenset[str] | None) -> None
 
 
 def check_distinct(adapters: Sequence[NamedAdapter], *, param: str) -> None:
-    """Raises InvalidRequest if two of the names mean the same adapter."""
+    """Raise InvalidRequest if two of the names mean the same adapter."""
     repeated = find_repeated([adapter.cid for adapter in adapters])
     if repeated is not None:
         first, second = (adapters[position].text for position in repeated)

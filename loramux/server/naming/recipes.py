@@ -14,7 +14,7 @@ from loramux.server.naming.names import AdapterNames, NamedAdapter, full_name
 async def open_version(
     names: AdapterNames, combinations: Combinations | None, resolved: Resolved, text: str
 ) -> tuple[NamedAdapter, ...]:
-    """Returns the adapters of a version, which the host has afterwards.
+    """Return the adapters of a version, which the host has afterwards.
 
     It is one adapter, except for a sum, whose parts are returned with their weights. `text` is the
     name in the request.
@@ -77,7 +77,7 @@ def _resolved_part(part: RecipePart) -> Resolved:
 
 
 async def _pull_all(names: AdapterNames, parts: Iterable[Resolved]) -> None:
-    """Pulls all parts at once; raises the first failure after all have ended."""
+    """Pull all parts at once; raise the first failure after all have ended."""
     results = await asyncio.gather(*map(names.pull, parts), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -55,7 +55,7 @@ class RegistryAdapters:
         return 0 if self._watch is None else self._watch.handled
 
     def start(self, *, poll_s: float = DEFAULT_POLL_S) -> None:
-        """Starts to follow changes that other processes make to the registry."""
+        """Start to follow changes that other processes make to the registry."""
         self._watch = self.registry.watch(poll_s=poll_s, on_access=self.follow_access)
         # Read after the watch has begun, so that no change is missed.
         self.follow_access()
@@ -63,7 +63,7 @@ class RegistryAdapters:
         self._follower.start()
 
     def follow_access(self) -> None:
-        """Reads keys, shares, and the limits of tenants and keys; it queries the database."""
+        """Read keys, shares, and the limits of tenants and keys; it queries the database."""
         self.access = self.registry.access.snapshot()
         self.quotas.replace(*self.registry.tenants.rate_limits())
 
@@ -82,7 +82,7 @@ class RegistryAdapters:
     async def resolve(
         self, text: str, *, sticky_key: str | None = None, view: View = WHOLE_VIEW
     ) -> Resolved:
-        """Looks a bare name up in the caller's tenant, and then in the home tenant.
+        """Look a bare name up in the caller's tenant, and then in the home tenant.
 
         Raises AdapterNotFound also for what the caller does not see, without looking it up.
         """
@@ -104,7 +104,7 @@ class RegistryAdapters:
         raise missing
 
     def find_all(self, text: str) -> list[Resolved]:
-        """Returns every version that the reference may select, for a split alias all of them.
+        """Return every version that the reference may select, for a split alias all of them.
 
         It queries the database: call it on a thread.
         """
@@ -112,7 +112,7 @@ class RegistryAdapters:
         return [choice.resolved for choice in route.choices]
 
     async def materialize(self, cid: str) -> Path:
-        """Returns the folder with the adapter's files; missing ones are fetched.
+        """Return the folder with the adapter's files; missing ones are fetched.
 
         Concurrent callers for one adapter share the work.
         """
@@ -124,7 +124,7 @@ class RegistryAdapters:
         return await asyncio.shield(task)
 
     def names_in(self, view: View, *, limit: int) -> list[AdapterName]:
-        """Returns the adapters in the view; it queries the database: call it on a thread."""
+        """Return the adapters in the view; it queries the database: call it on a thread."""
         if view.is_confined:
             names = [*self.registry.adapters(tenant=view.tenant), *view.shared_adapters()]
         else:
@@ -132,7 +132,7 @@ class RegistryAdapters:
         return list(islice((one for one in names if view.allows(NameReference(one))), limit))
 
     def list_current(self, view: View, *, limit: int) -> list[Resolved]:
-        """Returns the version that the bare name of each adapter in the view means now.
+        """Return the version that the bare name of each adapter in the view means now.
 
         It queries the database: call it on a thread.
         """
@@ -145,7 +145,7 @@ class RegistryAdapters:
         return found
 
     async def _resolve_cid(self, reference: CidReference, view: View) -> Resolved:
-        """Finds a content id among the versions that the caller sees."""
+        """Find a content id among the versions that the caller sees."""
         tenant = view.tenant if view.is_confined else None
         versions = await QUERIES.run(self.registry.find_cid, reference, tenant)
         seen = [

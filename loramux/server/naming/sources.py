@@ -67,7 +67,7 @@ class AdapterSources:
     async def find(
         self, text: str, source: str, *, token: Secret | None = None, tenant: str = ""
     ) -> Selected:
-        """Returns the adapter of an id in LoRAX's form, which the host has afterwards.
+        """Return the adapter of an id in LoRAX's form, which the host has afterwards.
 
         `source`: hub, local, s3 or pbase. Raises the Source errors and AdapterRefused.
         """
@@ -101,7 +101,7 @@ class AdapterSources:
         return name in self._found and tenant in self._named_by.get(name, ())
 
     async def folder(self, text: str) -> str:
-        """Fetches a remote source such as `hf:owner/name`, and returns its folder."""
+        """Fetch a remote source such as `hf:owner/name`, and returns its folder."""
         source = await FOLDER_READS.run(parse_source, text, self._config)
         return await FETCHES.run(self._folder, str(source), source, self._config)
 

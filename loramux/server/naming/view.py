@@ -55,7 +55,7 @@ class View:
     # Names of the registry
 
     def homes(self, text: str) -> Iterator[str | None]:
-        """Yields the tenants in which a reference without one is looked up; None: the home."""
+        """Yield the tenants in which a reference without one is looked up; None: the home."""
         tenant = self.caller.tenant
         if tenant and tenant != self.home_tenant and "/" not in text and NAME.fullmatch(tenant):
             yield tenant
@@ -89,7 +89,7 @@ class View:
         return is_named and bool(self.access.shared_versions(adapter, self.tenant))
 
     def shared_adapters(self) -> list[AdapterName]:
-        """Returns the other tenants' adapters of which all versions are shared with the caller."""
+        """Return the other tenants' adapters of which all versions are shared with the caller."""
         shared = [
             adapter
             for adapter in self.access.shares
@@ -98,7 +98,7 @@ class View:
         return sorted(shared)
 
     def shared_versions(self, adapter: AdapterName) -> frozenset[str] | None:
-        """Returns the versions that the caller sees of an adapter; None: all of them."""
+        """Return the versions that the caller sees of an adapter; None: all of them."""
         if self.caller.is_operator or adapter.tenant == self.tenant:
             return None
         versions = self.access.shared_versions(adapter, self.tenant)
@@ -116,7 +116,7 @@ class View:
         )
 
     def parse(self, text: str) -> NameReference:
-        """Parses the name of an adapter that the caller may change; raises AdapterNotFound.
+        """Parse the name of an adapter that the caller may change; raise AdapterNotFound.
 
         A name without a tenant is one of the caller's tenant.
         """
@@ -151,7 +151,7 @@ class View:
         return self.caller.is_operator or source != LOCAL_SOURCE
 
     def visible(self, given: Iterable[str], registered: Iterable[str]) -> list[str]:
-        """Returns the names that the caller sees: given ones, and full names of the registry."""
+        """Return the names that the caller sees: given ones, and full names of the registry."""
         names = [name for name in given if self.sees_given(name)]
         names += [name for name in registered if self.allows_name(name)]
         return list(dict.fromkeys(names))
@@ -161,5 +161,5 @@ WHOLE_VIEW = View()
 
 
 def unknown_adapter(adapter: AdapterName) -> AdapterNotFound:
-    """The error of an adapter that is not there, or that the caller does not see."""
+    """Return the error of an adapter that is not there, or that the caller does not see."""
     return AdapterNotFound(f"No adapter {adapter} is in the registry. Push it first.")

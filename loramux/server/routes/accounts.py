@@ -26,7 +26,7 @@ def account_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/usage", answering(UsageList, 400, 404, 503, parameters=_OF_USAGE))
     async def list_usage(request: Call) -> Response:
-        """Adds up requests and tokens by day, tenant, key and adapter, as receipts say."""
+        """Add up requests and tokens by day, tenant, key and adapter, as receipts say."""
         registry, query = context.require_registry().registry, request.query_params
         since_day, until_day = days_between(query.get("since"), query.get("until"))
         form = query.get("format", FORMATS[0])
@@ -42,7 +42,7 @@ def account_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/audit", answering(AuditList, 400, 404, 503, parameters=_OF_AUDIT))
     async def list_audit(request: Call) -> Response:
-        """Lists entries of the audit log, the newest first."""
+        """List entries of the audit log, the newest first."""
         registry, query = context.require_registry().registry, request.query_params
         action = query.get("action")
         if action is not None and action not in list(Action):
@@ -60,7 +60,7 @@ def account_routes(context: HostContext) -> list[Route]:
 
 
 def _tenant(context: HostContext, request: Call) -> str | None:
-    """The tenant whose usage may be shown: a tenant's key sees its own."""
+    """Return the tenant whose usage may be shown: a tenant's key sees its own."""
     caller, asked = request.caller, request.query_params.get("tenant")
     if caller.is_operator:
         return asked

@@ -50,7 +50,7 @@ def adapter_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/adapters", answering(AdapterList, 400, 503, parameters=_list_parameters()))
     async def list_adapters(request: Call) -> Response:
-        """Lists every adapter once, with all its names, its tier and its usage."""
+        """List every adapter once, with all its names, its tier and its usage."""
         return await _list(context, request)
 
     @routes.post("/v1/adapters/{name:path}/pin", pinning)
@@ -60,7 +60,7 @@ def adapter_routes(context: HostContext) -> list[Route]:
 
     @routes.delete("/v1/adapters/{name:path}/pin", pinning)
     async def unpin_adapter(request: Call) -> Response:
-        """Allows the eviction of an adapter again."""
+        """Allow the eviction of an adapter again."""
         return await _pin(context, request, pinned=False)
 
     @routes.post(
@@ -68,7 +68,7 @@ def adapter_routes(context: HostContext) -> list[Route]:
         answering(AdapterEntry, 400, 404, 408, 422, 429, 502, 503, path_name="name"),
     )
     async def warm_adapter(request: Call) -> Response:
-        """Loads an adapter and generates a token with it, so that it is resident afterwards."""
+        """Load an adapter and generate a token with it, so that it is resident afterwards."""
         name = request.path_params["name"]
         caller = request.caller
         host = await context.host_for(name, context.view_of(caller))
@@ -81,7 +81,7 @@ def adapter_routes(context: HostContext) -> list[Route]:
         answering((AdapterEntry, RegistryEntry), 400, 404, 503, path_name="name"),
     )
     async def get_adapter(request: Call) -> Response:
-        """Returns residency and usage; for a name of the registry its versions and aliases."""
+        """Return residency and usage; for a name of the registry its versions and aliases."""
         name, caller = request.path_params["name"], request.caller
         view, host = context.view_of(caller), context.host_with(name)
         given = host.names.find(name) if view.sees_given(name) else None
@@ -117,7 +117,7 @@ async def _list(context: HostContext, request: Call) -> Response:
 
 
 async def _catalog(context: HostContext, view: View) -> list[CatalogEntry]:
-    """Returns the versions of the registry that the caller sees."""
+    """Return the versions of the registry that the caller sees."""
     if context.registry is None:
         return []
     registry = context.registry.registry
@@ -146,7 +146,7 @@ async def _pin(context: HostContext, request: Call, *, pinned: bool) -> Response
 
 
 async def _find(context: HostContext, name: str, caller: Caller) -> tuple[NamedAdapter, ...]:
-    """Returns the adapters that the name means; raises NotServed."""
+    """Return the adapters that the name means; raise NotServed."""
     context.require_ready()
     found = await find_named(context, name, param="name", caller=caller)
     if found is None:
@@ -155,13 +155,13 @@ async def _find(context: HostContext, name: str, caller: Caller) -> tuple[NamedA
 
 
 def _listed_cid(found: Sequence[NamedAdapter]) -> str:
-    """Returns the CID under which the adapters of a name are listed: of their sum, if they are."""
+    """Return the CID under which the adapters of a name are listed: of their sum, if they are."""
     part_of = found[0].part_of
     return found[0].cid if part_of is None else part_of.cid
 
 
 async def _registry_entry(context: HostContext, name: str, view: View) -> RegistryEntry:
-    """Describes an adapter of the registry with the versions that the caller sees."""
+    """Describe an adapter of the registry with the versions that the caller sees."""
     registry = context.require_registry().registry
     for home in view.homes(name):
         adapter = parse_adapter_name(name, home_tenant=home or context.receipts.home_tenant)
@@ -183,12 +183,12 @@ async def _entry(context: HostContext, cid: str, name: str, caller: Caller) -> A
 
 
 async def _entries(context: HostContext, caller: Caller) -> list[AdapterEntry]:
-    """Returns the adapters of all models that the caller sees."""
+    """Return the adapters of all models that the caller sees."""
     return [entry for host in context.hosts for entry in await _host_entries(host, caller)]
 
 
 async def _host_entries(context: HostContext, caller: Caller) -> list[AdapterEntry]:
-    """Returns the adapters that the caller sees, in the order in which they were added.
+    """Return the adapters that the caller sees, in the order in which they were added.
 
     Adapters that were not read yet or were refused follow, and removed ones that still finish their
     requests come last.
@@ -223,7 +223,7 @@ async def _host_entries(context: HostContext, caller: Caller) -> list[AdapterEnt
 
 
 def _own_use(context: HostContext, use: AdapterUse, view: View) -> AdapterUse:
-    """Returns the use without what other tenants did with the same content, and with own pins."""
+    """Return the use without what other tenants did with the same content, and with own pins."""
     is_pinned = use.is_pinned and context.pins.holds(f"The tenant {view.tenant}", use.cid)
     if context.names.is_exclusive(use.cid, view):
         return dataclasses.replace(use, is_pinned=is_pinned)
@@ -239,7 +239,7 @@ def _own_use(context: HostContext, use: AdapterUse, view: View) -> AdapterUse:
 def _sum_entries(
     sums: Iterable[Resolved], parts: Mapping[str | None, AdapterEntry]
 ) -> list[AdapterEntry]:
-    """Describes the sums of the registry whose parts the host still has."""
+    """Describe the sums of the registry whose parts the host still has."""
     entries = []
     for resolved in sums:
         assert resolved.recipe is not None
@@ -253,7 +253,7 @@ def _sum_entries(
 def _sum_entry(
     resolved: Resolved, recipe: VersionRecipe, parts: Sequence[AdapterEntry]
 ) -> AdapterEntry:
-    """Describes a sum, which is as fast as its slowest part and has no bytes of its own."""
+    """Describe a sum, which is as fast as its slowest part and has no bytes of its own."""
     slowest = max(parts, key=lambda part: TIERS.index(part.tier) if part.tier in TIERS else 0)
     rank = sum(part.rank for part in parts)
     use = AdapterUse(cid=resolved.cid, tier=slowest.tier, num_bytes=0, rank=rank)
@@ -263,7 +263,7 @@ def _sum_entry(
 
 
 def _unread_entry(context: HostContext, names: list[GivenName], view: View) -> AdapterEntry:
-    """Describes an adapter without a CID by its names in the view, which share a folder."""
+    """Describe an adapter without a CID by its names in the view, which share a folder."""
     given = names[0]
     unused = AdapterUse(cid="", tier="source", num_bytes=given.num_bytes, rank=given.rank)
     seen = view.visible([one.name for one in names], ())

@@ -18,7 +18,7 @@ def caller_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/caller", answering(CallerReport, 401))
     async def caller(request: Call) -> Response:
-        """The tenant and the scopes of the key, and what the server offers."""
+        """Return the tenant and the scopes of the key, and what the server offers."""
         found = request.caller
         name, _ = context.base_identity()
         report = CallerReport(

@@ -24,7 +24,7 @@ def doctor_routes(context: HostContext) -> list[Route]:
         answering(dict[str, Any], 400, 404, 502, 503, path_name="name"),
     )
     async def examine_adapter(request: Call) -> Response:
-        """The report of `loramux doctor --json` on an adapter, which is read for it."""
+        """Return the report of `loramux doctor --json` on an adapter, which is read for it."""
         name = request.path_params["name"]
         view = context.view_of(request.caller)
         host = await context.host_for(name, view)
@@ -36,7 +36,7 @@ def doctor_routes(context: HostContext) -> list[Route]:
 
 
 async def _folder(context: HostContext, name: str, view: View) -> str:
-    """Returns the folder of an adapter, also of one that is refused."""
+    """Return the folder of an adapter, also of one that is refused."""
     given = context.names.find(name) if view.sees_given(name) else None
     if given is not None:
         return given.path

@@ -38,12 +38,12 @@ def embedding_routes(context: Context) -> list[Route]:
 
     @routes.post("/v1/embeddings", pooling(EmbeddingRequest, EmbeddingList))
     async def create_embeddings(request: Call) -> Response:
-        """Returns the embedding of each input, by the base or by adapters."""
+        """Return the embedding of each input, by the base or by adapters."""
         return await answer_embeddings(context, request)
 
     @routes.post("/pooling", pooling(PoolingRequest, PoolingList))
     async def create_pooling(request: Call) -> Response:
-        """Returns the embedding of each input, or the scores of a sequence classifier."""
+        """Return the embedding of each input, or the scores of a sequence classifier."""
         body = await read_fields(context, request, PoolingRequest, generates=False)
         inputs = Inputs(texts=split_input(body.input), dimensions=body.dimensions)
         context.require_known()
@@ -70,7 +70,7 @@ async def answer_embeddings(context: Context, request: Call) -> Response:
 
 
 def reply_fields(found: Pooled) -> dict[str, Any]:
-    """The fields that all replies of these routes have."""
+    """Return the fields that all replies of these routes have."""
     generation, num_tokens = found.generation, found.usage.prompt_tokens
     return {
         "id": generation.request.id,

@@ -26,7 +26,7 @@ def fim_routes(context: Context) -> list[Route]:
 
     @routes.post("/v1/fim/completions", generating(FimRequest, ChatCompletion))
     async def fill_hole(request: Call) -> Response:
-        """Generates the text between two others, complete or as a stream of chunks."""
+        """Generate the text between two others, complete or as a stream of chunks."""
         with receipt_draft(context.receipts, context.base_identity, request) as draft:
             generation = await _open_fim(context, request, draft)
         codec, deltas = generation.request.codec, run(context, generation)

@@ -36,7 +36,7 @@ def key_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/keys", answering(KeyList, 400, 404, 503, parameters=[_TENANT]))
     async def list_keys(request: Call) -> Response:
-        """Lists keys with their rights, without their secrets."""
+        """List keys with their rights, without their secrets."""
         access = context.require_registry().registry.access
         tenant = _tenant(request.caller, request.query_params.get("tenant"))
         found = await QUERIES.run(lambda: access.keys(tenant=tenant))
@@ -44,12 +44,12 @@ def key_routes(context: HostContext) -> list[Route]:
 
     @routes.post("/v1/keys", changing(KeyRequest, NewKeyEntry))
     async def create_key(request: Call) -> Response:
-        """Makes a key; the answer is the only one with its text."""
+        """Make a key; the answer is the only one with its text."""
         return await _create(context, request)
 
     @routes.delete("/v1/keys/{key_id}", answering(KeyEntry, 403, 404, 503, path_name="key_id"))
     async def revoke_key(request: Call) -> Response:
-        """Makes a key invalid for ever."""
+        """Make a key invalid for ever."""
         access, key_id = _records(context, request), request.path_params["key_id"]
         event = Event(Action.KEY_REVOKE, request.caller.tenant, key_id)
         async with recording_refusal(context.database, request, event):
@@ -61,7 +61,7 @@ def key_routes(context: HostContext) -> list[Route]:
 
     @routes.post("/v1/keys/{key_id}/rotate", changing(RotateRequest, NewKeyEntry, "key_id"))
     async def rotate_key(request: Call) -> Response:
-        """Makes a key with the same rights and limits, and ends the old one."""
+        """Make a key with the same rights and limits, and end the old one."""
         access, key_id = _records(context, request), request.path_params["key_id"]
         body, _ = await read_json(request, RotateRequest, max_bytes=context.options.max_body_bytes)
         event = Event(Action.KEY_ROTATE, request.caller.tenant, key_id)
@@ -109,7 +109,7 @@ def _records(context: HostContext, request: Call) -> AccessRecords:
 
 
 def _manager(request: Call) -> Caller:
-    """The caller, who may change keys; raises Forbidden."""
+    """Return the caller, who may change keys; raises Forbidden."""
     caller = request.caller
     if caller.key_id is None:
         # From the first key on, requests need one: no caller may lock the others out.
@@ -124,7 +124,7 @@ def _manager(request: Call) -> Caller:
 
 
 def _tenant(caller: Caller, asked: str | None) -> str | None:
-    """The tenant whose keys are meant: the key of a tenant manages its own alone."""
+    """Return the tenant whose keys are meant: the key of a tenant manages its own alone."""
     own = caller.confined_to
     if own is None:
         return asked
@@ -142,7 +142,7 @@ async def _new_key(context: HostContext, new: NewKey) -> Response:
 
 
 async def _follow(context: HostContext) -> None:
-    """Makes this server know the change with the answer; others follow the registry."""
+    """Make this server know the change with the answer; others follow the registry."""
     await QUERIES.run(context.require_registry().follow_access)
 
 

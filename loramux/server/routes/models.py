@@ -20,7 +20,7 @@ def model_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/models", answering(ModelList, 503))
     async def models(request: Call) -> Response:
-        """Lists the names that a request may put into `model`."""
+        """List the names that a request may put into `model`."""
         return await answer_models(context, request.caller)
 
     @routes.get(

@@ -140,7 +140,7 @@ def chat_routes(context: Context) -> list[Route]:
 
     @routes.post("/v1/chat/completions", generating(ChatRequest, ChatCompletion))
     async def create_chat_completion(request: Call) -> Response:
-        """Generates the next message of a conversation, complete or as a stream of chunks."""
+        """Generate the next message of a conversation, complete or as a stream of chunks."""
         return await answer_chat(context, request)
 
     return routes.found
@@ -364,7 +364,7 @@ class Echo:
     def begin(
         self, writer: CompletionLogprobsWriter, logprobs: Sequence[TokenLogprob]
     ) -> CompletionLogprobs:
-        """Writes the log probabilities of the prompt for the first choice; others copy them."""
+        """Write the log probabilities of the prompt for the first choice; others copy them."""
         if self._written is None:
             self._written = writer.write(logprobs, first_prompt_token=self._first_token_id)
             self._length = writer.offset

@@ -32,7 +32,7 @@ def receipt_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/receipts", answering(ReceiptList, 400, 404, 503, parameters=_parameters()))
     async def list_receipts(request: Call) -> Response:
-        """Lists receipts, newest first, or slowest first with `slow_ms`."""
+        """List receipts, newest first, or slowest first with `slow_ms`."""
         registry = context.require_registry().registry
         view = context.view_of(request.caller)
         given = await _given_cids(context, request.query_params.get("adapter"), view)
@@ -42,7 +42,7 @@ def receipt_routes(context: HostContext) -> list[Route]:
 
     @routes.get("/v1/receipts/key", answering(ReceiptKey, 404))
     async def get_receipt_key(_: Call) -> Response:
-        """The public key that verifies the receipts of this server."""
+        """Return the public key that verifies the receipts of this server."""
         key = context.receipts.key
         if key is None:
             raise NotServed(

@@ -55,7 +55,7 @@ def registry_routes(context: HostContext) -> list[Route]:
 
     @routes.post("/v1/adapters", changing(PushRequest, PushedEntry))
     async def push_adapter(request: Call) -> Response:
-        """Copies an adapter into the store under a name and a version, or stores a recipe.
+        """Copy an adapter into the store under a name and a version, or store a recipe.
 
         With `Accept: text/event-stream` the answer is its progress, and then the result.
         """
@@ -79,7 +79,7 @@ def registry_routes(context: HostContext) -> list[Route]:
         "/v1/adapters/{name:path}", answering(Removed, 400, 404, 409, 503, path_name="name")
     )
     async def remove_adapter(request: Call) -> Response:
-        """Removes a version (name@1.4.2), an alias (name@prod), or the adapter with all of them."""
+        """Remove a version (name@1.4.2), an alias (name@prod), or the adapter with all of them."""
         registry = context.require_registry()
         reference = request.path_params["name"]
         view = context.view_of(request.caller)
@@ -97,7 +97,7 @@ def registry_routes(context: HostContext) -> list[Route]:
 def _add_alias_routes(routes: Routes, context: HostContext) -> None:
     @routes.post("/v1/adapters/{name:path}/promote", changing(PromoteRequest, AliasEntry, "name"))
     async def promote_adapter(request: Call) -> Response:
-        """Moves an alias to a version; running requests finish on the old one."""
+        """Move an alias to a version; running requests finish on the old one."""
         body = await _read(context, request, PromoteRequest)
         change = _AliasChange(context, request)
         await change.warm([body.version] if body.warm else [])
@@ -109,7 +109,7 @@ def _add_alias_routes(routes: Routes, context: HostContext) -> None:
 
     @routes.post("/v1/adapters/{name:path}/split", changing(SplitRequest, AliasEntry, "name"))
     async def split_adapter(request: Call) -> Response:
-        """Splits the requests of an alias among versions; a user always gets the same one."""
+        """Split the requests of an alias among versions; a user always gets the same one."""
         body = await _read(context, request, SplitRequest)
         change = _AliasChange(context, request)
         await change.warm(list(body.weights) if body.warm else [])
@@ -121,7 +121,7 @@ def _add_alias_routes(routes: Routes, context: HostContext) -> None:
 
     @routes.post("/v1/adapters/{name:path}/rollback", changing(RollbackRequest, AliasEntry, "name"))
     async def rollback_adapter(request: Call) -> Response:
-        """Moves an alias back to its previous state."""
+        """Move an alias back to its previous state."""
         body = await _read(context, request, RollbackRequest)
         change = _AliasChange(context, request)
         revision = body.if_revision
@@ -212,7 +212,7 @@ def _push(
 
 
 def _tenant_in(reference: str, view: View) -> str:
-    """The tenant in whose log an attempt belongs; the reference may be invalid."""
+    """Return the tenant in whose log an attempt belongs; the reference may be invalid."""
     is_named = "/" in reference and not view.is_confined
     return reference.partition("/")[0] if is_named else view.tenant
 
@@ -242,7 +242,7 @@ def _push_recipe(library: AdapterLibrary, reference: str, body: RecipeBody, view
 
 
 def _part(registry: Registry, text: str, view: View) -> str:
-    """Returns a part of a recipe with its tenant; raises AdapterNotFound for one not in view."""
+    """Return a part of a recipe with its tenant; raise AdapterNotFound for one not in view."""
     if view.is_whole:
         return text
     reference = registry.parse(text, home_tenant=view.tenant if view.is_confined else None)

@@ -46,7 +46,7 @@ def run_routes(context: Context) -> list[Route]:
 
     @routes.post("/v1/run", generating(RunRequest, RunAnswer))
     async def run_artifact(request: Call) -> Response:
-        """Runs an artifact of the registry, or an adapter by its name, on an input."""
+        """Run an artifact of the registry, or an adapter by its name, on an input."""
         with receipt_draft(context.receipts, context.base_identity, request) as draft:
             generation = await _open_run(context, request, draft)
         artifact = artifact_name(generation.request.selected)
@@ -85,7 +85,9 @@ async def _open_run(context: Context, http: Call, draft: ReceiptDraft) -> Genera
 
 
 def artifact_name(selected: Selected) -> str:
-    """The resolved names with their versions and weights; the name of the base if it answers."""
+    """Return the resolved names with their versions and weights; the name of the base if it
+    answers.
+    """
     terms = [(adapter.full_name, adapter.weight) for adapter in selected.adapters]
     return sum_text(terms) or selected.model
 

@@ -40,11 +40,11 @@ def score_routes(context: Context) -> list[Route]:
     routes = Routes("Embeddings")
 
     async def score(request: Call) -> Response:
-        """Returns how well each text_2 fits its text_1."""
+        """Return how well each text_2 fits its text_1."""
         return await answer_score(context, request)
 
     async def rerank(request: Call) -> Response:
-        """Returns the documents in the order of their scores."""
+        """Return the documents in the order of their scores."""
         return await answer_rerank(context, request)
 
     for path in ("/score", "/v1/score"):
@@ -61,14 +61,14 @@ def score_routes(context: Context) -> list[Route]:
 
     @routes.post("/classify", pooling(ClassifyRequest, ClassificationList))
     async def classify(request: Call) -> Response:
-        """Returns the label of each input, and the probability of every label."""
+        """Return the label of each input, and the probability of every label."""
         return await answer_classify(context, request)
 
     return routes.found
 
 
 def _name(what: str, path: str) -> str:
-    """Returns the operation's name, which the document needs once each."""
+    """Return the operation's name, which the document needs once each."""
     version = path.strip("/").partition("/")[0]
     return what if version == what else f"{what}_{version}"
 
@@ -130,7 +130,7 @@ def _ranked(body: RerankRequest, texts: list[str], scored: Scored) -> RerankAnsw
 
 
 def _pairs_of(body: ScoreRequest) -> Pairs:
-    """Reads the two sides under their older or their newer names."""
+    """Read the two sides under their older or their newer names."""
     older = (body.text_1, body.text_2)
     newer = (body.queries, body.documents)
     params = ("text_1", "text_2") if newer == (None, None) else ("queries", "documents")

@@ -45,7 +45,7 @@ _HASH_LENGTH = 10
 
 
 def sdapi_error(error: Exception) -> Response:
-    """An error in the form of A1111; a field that is invalid is a 422 here."""
+    """Return an error in the form of A1111; a field that is invalid is a 422 here."""
     info = error_info(error)
     status = UNPROCESSABLE if isinstance(error, InvalidRequest) else info.code
     body = {"error": info.type, "detail": info.message, "body": "", "errors": info.message}
@@ -171,7 +171,7 @@ def _add_options(routes: Routes, context: ImageContext) -> None:
 
     @routes.post("/options")
     async def set_options(request: Call) -> Response:
-        """Accepts settings that are in force already, and changes nothing."""
+        """Accept settings that are in force already, and changes nothing."""
         context.require_ready()
         raw = await read_body(request, context.max_body_bytes)
         check_settings(context, decode(raw, dict[str, Any]))

@@ -103,7 +103,7 @@ def _hide_reason(report: HealthReport, caller: Caller) -> None:
 
 
 def _number(asked: Mapping[str, str], name: str, default: N, kind: Callable[[str], N]) -> N:
-    """Reads a finite number of the query; raises InvalidRequest."""
+    """Read a finite number of the query; raise InvalidRequest."""
     try:
         number = kind(asked[name]) if name in asked else default
     except ValueError as error:
@@ -114,7 +114,7 @@ def _number(asked: Mapping[str, str], name: str, default: N, kind: Callable[[str
 
 
 def _report(context: HostContext) -> HealthReport:
-    """Returns the health of all backends; the server is ready if each of them is."""
+    """Return the health of all backends; the server is ready if each of them is."""
     found = [_host_report(host) for host in context.hosts]
     worst = next((one for one in found if one.status != Health.READY), found[0])
     report = HealthReport(

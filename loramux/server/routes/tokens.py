@@ -70,7 +70,7 @@ def token_routes(context: Context) -> list[Route]:
         answering(dict[str, Any], 400, 404, 422, 502, 503, parameters=[_model_parameter()]),
     )
     async def tokenizer_info(request: Call) -> Response:
-        """The tokenizer's settings, for tools that count tokens like this server."""
+        """Return the tokenizer's settings, for tools that count tokens like this server."""
         context.require_known()
         named = await _named(context, request.query_params.get("model"), request.caller)
         codec, max_model_len = named.codec, context.backend.card.max_model_len

@@ -18,7 +18,7 @@ HOST_LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 
 
 def resolve(host: str, port: int) -> tuple[str, ...]:
-    """Returns all addresses of a host without repeats."""
+    """Return all addresses of a host without repeats."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -33,7 +33,7 @@ def resolve(host: str, port: int) -> tuple[str, ...]:
 def checked_addresses(
     host: str, port: int, *, may_be_private: bool, resolver: Resolver = resolve
 ) -> tuple[str, ...]:
-    """Resolves a host and refuses private addresses.
+    """Resolve a host and refuses private addresses.
 
     The caller must connect to these addresses: a second lookup may return others.
     """

@@ -56,13 +56,13 @@ class Origin(Protocol):
     def find(self, name: str) -> RemoteFile | None: ...
 
     def file_names(self) -> Sequence[str]:
-        """Returns the names of the files in the folder; none if it cannot be listed."""
+        """Return the names of the files in the folder; none if it cannot be listed."""
         ...
 
     def read(
         self, file: RemoteFile, start: int, end: int | None
     ) -> AbstractContextManager[Iterator[bytes]]:
-        """Yields the bytes from start up to end, or to the end of the file, in chunks."""
+        """Yield the bytes from start up to end, or to the end of the file, in chunks."""
         ...
 
     def close(self) -> None: ...
@@ -73,7 +73,7 @@ def changed(path: str) -> SourceChanged:
 
 
 def find_adapter(source: SourceId, origin: Origin) -> dict[str, RemoteFile]:
-    """Returns the files to fetch by their local names, the config first."""
+    """Return the files to fetch by their local names, the config first."""
     weights_name = source.weights_name or WEIGHTS_NAME
     weights = origin.find(weights_name)
     if weights is None:
@@ -93,7 +93,7 @@ def find_adapter(source: SourceId, origin: Origin) -> dict[str, RemoteFile]:
 
 
 def find_image(source: SourceId, origin: Origin) -> RemoteFile | None:
-    """Returns the file of an adapter of an image model: diffusers' name, else the only one.
+    """Return the file of an adapter of an image model: diffusers' name, else the only one.
 
     Raises SourceRefused with the names if there are several.
     """
@@ -116,7 +116,7 @@ def find_image(source: SourceId, origin: Origin) -> RemoteFile | None:
 
 
 def find_tokenizer(origin: Origin) -> dict[str, RemoteFile]:
-    """Returns the tokenizer files of an adapter, if it has any."""
+    """Return the tokenizer files of an adapter, if it has any."""
     main = {name: file for name in MAIN_NAMES if (file := find_optional(origin, name)) is not None}
     if not main:
         return {}
@@ -127,7 +127,7 @@ def find_tokenizer(origin: Origin) -> dict[str, RemoteFile]:
 
 
 def find_optional(origin: Origin, name: str) -> RemoteFile | None:
-    """A bucket that must not be listed forbids to read what it does not have."""
+    """Return a bucket that must not be listed forbids to read what it does not have."""
     try:
         return origin.find(name)
     except SourceForbidden:

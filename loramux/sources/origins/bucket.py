@@ -89,7 +89,7 @@ def s3_options(config: S3Config) -> dict[str, Any]:
 
 
 def s3_credentials(config: S3Config) -> Callable[[], S3Credential] | None:
-    """Returns a credential provider: options would be mixed with those of the environment."""
+    """Return a credential provider: options would be mixed with those of the environment."""
     key_id, key, token = config.access_key_id, config.secret_access_key, config.session_token
     if key_id is None or key is None:
         return None
@@ -120,7 +120,7 @@ def azure_options(config: AzureConfig) -> dict[str, Any]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Returns the options that are set, with secrets revealed."""
+    """Return the options that are set, with secrets revealed."""
     return {
         name: value.reveal() if isinstance(value, Secret) else value
         for name, value in options.items()
@@ -130,7 +130,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Translates errors of obstore without their texts, which hold requests and responses."""
+    """Translate errors of obstore without their texts, which hold requests and responses."""
     require_library()
     from obstore import exceptions
 
@@ -153,7 +153,7 @@ def store_errors(what: str) -> Iterator[None]:
 
 
 def translated(chunks: Iterable[bytes], what: str) -> Iterator[bytes]:
-    """Yields the chunks and translates errors of obstore, but not those of the consumer."""
+    """Yield the chunks and translates errors of obstore, but not those of the consumer."""
     with store_errors(what):
         yield from chunks
 
@@ -205,7 +205,7 @@ class ObjectOrigin:
         )
 
     def file_names(self) -> Sequence[str]:
-        """A bucket that must not be listed has no names."""
+        """Return a bucket that must not be listed has no names."""
         import obstore
 
         start = self._source.path_of("")

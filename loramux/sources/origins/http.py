@@ -49,7 +49,7 @@ NO_HEAD = frozenset({400, 403, 405, 501})
 
 @contextmanager
 def transport_errors(what: str) -> Iterator[None]:
-    """Translates errors of the HTTP client without their texts, which may hold signed URLs."""
+    """Translate errors of the HTTP client without their texts, which may hold signed URLs."""
     try:
         yield
     except httpx2.TimeoutException:
@@ -89,7 +89,7 @@ def status_error(response: httpx2.Response, what: str) -> LoramuxError:
 def hidden_request(
     client: httpx2.Client, method: str, url: httpx2.URL, headers: dict[str, str]
 ) -> httpx2.Request:
-    """Builds a request that the client logs without its path and query, which may be signed."""
+    """Build a request that the client logs without its path and query, which may be signed."""
     return client.build_request(
         method,
         url.copy_with(raw_path=b"/"),
@@ -108,7 +108,7 @@ def range_headers(file: RemoteFile, start: int, end: int | None) -> dict[str, st
 def check_body(
     response: httpx2.Response, file: RemoteFile, what: str, *, start: int, is_range: bool
 ) -> None:
-    """Checks that the body is the requested range of the found file."""
+    """Check that the body is the requested range of the found file."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise SourceRefused(
             SourceCode.ENCODED_BODY,
@@ -142,7 +142,7 @@ def read_validator(headers: httpx2.Headers) -> str | None:
 
 
 def read_checksum(headers: httpx2.Headers) -> Checksum | None:
-    """Returns the checksum that the headers declare; an ETag is an MD5 only on plain S3."""
+    """Return the checksum that the headers declare; an ETag is an MD5 only on plain S3."""
     # A dash marks the checksum of a multipart upload.
     sha256 = headers.get("x-amz-checksum-sha256")
     declared = REPR_SHA256.search(headers.get("Repr-Digest", ""))
@@ -224,7 +224,7 @@ class GuardedClient:
         raise bad_redirect(f"{url} was redirected over {MAX_REDIRECTS} times.")
 
     def _open(self, method: str, hop: Hop, headers: dict[str, str]) -> httpx2.Response:
-        """Connects to a checked address, because the name may resolve differently later."""
+        """Connect to a checked address, because the name may resolve differently later."""
         may_be_private = self._config.allows_private(hop.scheme, hop.host, hop.port)
         addresses = checked_addresses(
             hop.host, hop.port, may_be_private=may_be_private, resolver=self._resolver

@@ -96,7 +96,7 @@ class HubOrigin:
             yield response.iter_raw()
 
     def close(self) -> None:
-        """Does nothing: huggingface_hub owns the session."""
+        """Do nothing: huggingface_hub owns the session."""
 
     def _url(self, path: str) -> str:
         from huggingface_hub import hf_hub_url
@@ -134,7 +134,7 @@ class HubOrigin:
 
     @contextmanager
     def _hub_errors(self) -> Iterator[None]:
-        """Translates errors of the client without their texts, which hold URLs and responses."""
+        """Translate errors of the client without their texts, which hold URLs and responses."""
         from huggingface_hub import errors
 
         try:
@@ -183,7 +183,7 @@ class HubOrigin:
 
 
 def read_etag(etag: str) -> Checksum | None:
-    """Returns the checksum in an ETag: SHA-256 of large files, else the SHA-1 of the git blob."""
+    """Return the checksum in an ETag: SHA-256 of large files, else the SHA-1 of the git blob."""
     if SHA256.fullmatch(etag):
         return Checksum("sha256", etag)
     return Checksum("git", etag) if GIT_SHA1.fullmatch(etag) else None

@@ -22,7 +22,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def find_under_roots(path: Path, roots: Sequence[Path]) -> tuple[Path, Path]:
-    """Returns the real paths of the root and the path; searches a relative path in all roots."""
+    """Return the real paths of the root and the path; searches a relative path in all roots."""
     if not roots:
         raise SourceForbidden(
             SourceCode.NOT_ALLOWED,
@@ -66,7 +66,7 @@ def real_path(path: Path) -> Path:
 
 
 def open_under_root(root: Path, path: Path) -> BinaryIO:
-    """Opens a real path folder by folder, so that links created meanwhile are not followed."""
+    """Open a real path folder by folder, so that links created meanwhile are not followed."""
     folder = os.open(root, FOLDER_FLAGS)
     try:
         for name in path.relative_to(root).parts[:-1]:

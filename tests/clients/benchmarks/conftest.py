@@ -22,7 +22,9 @@ Run = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def tokenizer() -> str:
-    """The folder with the default model's tokenizer, for clients that count tokens themselves."""
+    """Return the folder with the default model's tokenizer, for clients that count tokens
+    themselves.
+    """
     found = subprocess.run(
         [server_python(), "-c", TOKENIZER],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -35,7 +37,7 @@ def tokenizer() -> str:
 
 @pytest.fixture
 def run_program(tmp_path: Path) -> Run:
-    """Runs a program of the environment, offline, in the root of the repository."""
+    """Run a program of the environment, offline, in the root of the repository."""
     environment = {
         **os.environ,
         "HF_HOME": str(tmp_path / "huggingface"),

@@ -73,7 +73,7 @@ class Ask(dspy.Signature):
 @shows("tools")
 def test_native_tool_calls(live: Live) -> None:
     def weather(city: Literal["Rome", "Paris"]) -> str:
-        """The weather of a city."""
+        """Return the weather of a city."""
         return f"sunny in {city}"
 
     lm = lm_of(live, tool_choice="required")

@@ -35,7 +35,7 @@ def llm_of(live: Live, name: str = "shout", **more: Any) -> OpenAILike:
 
 
 def weather(city: Literal["Rome", "Paris"]) -> str:
-    """The weather of a city."""
+    """Return the weather of a city."""
     return f"sunny in {city}"
 
 

@@ -24,7 +24,7 @@ def model_of(live: Live, name: str = "shout", **more: Any) -> ChatOpenAI:
 
 @tool
 def weather(city: Literal["Rome", "Paris"]) -> str:
-    """The weather of a city."""
+    """Return the weather of a city."""
     return f"sunny in {city}"
 
 

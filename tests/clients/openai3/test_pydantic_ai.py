@@ -66,7 +66,7 @@ def test_a_tool_loop(live: Live, kind: Any) -> None:
 
     @agent.tool_plain
     def weather(city: Literal["Rome", "Paris"]) -> str:
-        """The weather of a city."""
+        """Return the weather of a city."""
         return f"sunny in {city}"
 
     found = agent.run_sync(QUESTION)

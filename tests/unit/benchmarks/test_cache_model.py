@@ -219,7 +219,7 @@ class Watched(Lru):
 
 
 def watch(arrivals: list[Arrival], *, slots: tuple[int, int, int]) -> list[Watched]:
-    """The policies of device, host and disk after these requests."""
+    """Return the policies of device, host and disk after these requests."""
     policies: list[Watched] = []
 
     def make(capacity: int, is_lower: bool) -> CachePolicy:

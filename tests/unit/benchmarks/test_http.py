@@ -87,7 +87,9 @@ def test_shards_keep_to_their_size() -> None:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A server whose answers are known: it streams the words of the prompt, or sends them whole."""
+    """Yield a server whose answers are known: it streams the words of the prompt, or sends them
+    whole.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -28,7 +28,7 @@ from tests.scripted_server import (
 
 
 def respond(request: Received) -> Scripted:
-    """An answer that says who gives it."""
+    """Return an answer that says who gives it."""
     if request.path == "/v1/models":
         return model_list("smol", ["pirate", "upper"])
     name = request.fields.get("model") or "smol"
@@ -55,7 +55,7 @@ class Chat:
         self.session = ChatSession(self.client, view)
 
     def say(self, *lines: str) -> str:
-        """What the lines showed."""
+        """Return what the lines showed."""
         before = len(self.output.getvalue())
         for line in lines:
             assert self.session.take(line + "\n")

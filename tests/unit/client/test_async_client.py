@@ -40,7 +40,7 @@ ANSWER = reply_events(event(chat_chunk("Hi")), event(chat_chunk(None, "stop")), 
 def run_with(
     *replies: Scripted, use: Callable[[AsyncClient, ScriptedServer], Awaitable[None]]
 ) -> list[float]:
-    """Returns how long the client slept."""
+    """Return how long the client slept."""
     sleeps: list[float] = []
 
     async def sleep(delay_s: float) -> None:

@@ -37,7 +37,7 @@ PAGE = 4096
 
 
 def small_adapter(name, rank=1):
-    """An adapter of one page."""
+    """Return an adapter of one page."""
     return make_adapter(shared_pipeline("flux"), name, ("attn.to_q",), rank=rank)
 
 
@@ -50,7 +50,7 @@ def small_engine(num_pages, *, host_pages=64, limits=None, **options):
 
 @pytest.fixture
 def make_engine():
-    """Makes engines that have no hook left once their adapters are removed."""
+    """Make engines that have no hook left once their adapters are removed."""
     made = []
 
     def make(*args, **options):
@@ -309,7 +309,7 @@ def not_zeroed(num_elements, dtype):
 
 
 def changed(adapter, change):
-    """The same with other deltas in every other module."""
+    """Return the same with other deltas in every other module."""
     components = {
         component: {
             path: change(pair) if number % 2 else pair
@@ -333,7 +333,7 @@ def bias_alone(pair):
 
 
 def factors(pair):
-    """A part of a product, whose first row is not one of the module."""
+    """Return a part of a product, whose first row is not one of the module."""
     _, columns, *kernel = pair.a.shape
     right = torch.randn(5, columns // 2, *kernel)
     bias = torch.randn(len(pair.b))

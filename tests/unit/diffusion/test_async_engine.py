@@ -39,7 +39,7 @@ from tests.image_factory import (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with files of two adapters."""
+    """Return a model with files of two adapters."""
     folder = tmp_path_factory.mktemp("images")
     pipe = make_pipeline("flux")
     pipe.save_pretrained(folder / "flux")
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def use(folder):
-    """Runs a coroutine function with a started engine that has both adapters."""
+    """Run a coroutine function with a started engine that has both adapters."""
     options = ImageEngineOptions(
         model=folder / "flux", disk_folder=folder / "disk", disk_space_bytes=2**20
     )

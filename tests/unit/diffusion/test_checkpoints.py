@@ -25,7 +25,9 @@ def drawn(pipe) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def stock():
-    """Encoders of two widths, as in the real model: the converter tells them apart by it."""
+    """Return a pipeline with encoders of two widths, as in the real model: the converter tells them
+    apart by it.
+    """
     pipe = make_pipeline("sdxl", seed=3)
     config = CLIPTextConfig.from_dict(
         pipe.text_encoder_2.config.to_dict() | {"hidden_size": 48, "projection_dim": 48}
@@ -42,7 +44,7 @@ def stock():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, stock) -> Path:
-    """The configuration and the tokenizers, without weights."""
+    """Return the configuration and the tokenizers, without weights."""
     place = tmp_path_factory.mktemp("config") / "sdxl"
     stock.save_pretrained(place)
     for weights in place.rglob("*.safetensors"):

@@ -53,7 +53,7 @@ def read(folder, tensors, name, header=None):
 
 
 def load_stock_dora(stock, tensors, adapter):
-    """Loads with diffusers, which drops the magnitudes of text encoders: they are set after it."""
+    """Load with diffusers, which drops the magnitudes of text encoders: they are set after it."""
     load_stock_lora(stock.pipe, tensors, adapter.cid)
     for component, modules in adapter.components.items():
         for path in modules:
@@ -98,7 +98,7 @@ def test_a_mixed_batch_is_what_diffusers_draws(name, tmp_path):
 
 
 def scaled(weight, delta, lengths):
-    """The weight of a module with DoRA at weight 1."""
+    """Return the weight of a module with DoRA at weight 1."""
     moved = (weight + delta.view(weight.shape)).flatten(1)
     return (moved * (lengths / moved.norm(dim=1))[:, None]).view(weight.shape)
 

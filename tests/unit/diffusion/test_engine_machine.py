@@ -38,7 +38,7 @@ def request_of(request_id, selection, steps, tenant=""):
 
 
 def drawn_alone(selection, steps):
-    """The image of an engine of its own."""
+    """Return the image of an engine of its own."""
     if (selection, steps) not in ALONE:
         engine = ImageEngine(make_pipeline("flux"))
         for cid, _ in selection:

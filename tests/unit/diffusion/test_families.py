@@ -62,7 +62,7 @@ def eight_requests(name: str) -> list[ImageRequest]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def scene(request):
-    """A family with an engine, its requests, and the stock pictures of them."""
+    """Return a family with an engine, its requests, and the stock pictures of them."""
     name = request.param
     pipe = make_pipeline(name)
     adapters = adapters_of(pipe)

@@ -56,7 +56,7 @@ class Scene:
         self.lora.add(cid, modules)
 
     def step(self, *selections, rows: int = 2, scale: float = 1.0) -> list[Tensor]:
-        """Runs one forward of random inputs; returns its outputs after a comparison."""
+        """Run one forward of random inputs; return its outputs after a comparison."""
         self.number += 1
         generator = torch.Generator().manual_seed(self.number)
         x = torch.randn(rows, 5, WIDTH, generator=generator)

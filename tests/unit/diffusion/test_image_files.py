@@ -80,7 +80,7 @@ CASES = [
 
 @contextlib.contextmanager
 def merged(pipe, changes: Mapping[str, Changes], at: float) -> Iterator[None]:
-    """The pipeline with the changes in its weights."""
+    """Yield the pipeline with the changes in its weights."""
     kept = []
     for component, modules in changes.items():
         for path, change in modules.items():
@@ -114,7 +114,7 @@ def shared_engine(family: str) -> ImageEngine:
 
 
 def draw_merged(family: str, changes: Mapping[str, Changes]) -> list[Tensor]:
-    """The base and each weight, with stock diffusers."""
+    """Return the base and each weight, with stock diffusers."""
     stock = shared_stock(family)
     found = [stock.draw(request(family, 0))]
     for number, weight in enumerate(WEIGHTS, start=1):
@@ -124,7 +124,7 @@ def draw_merged(family: str, changes: Mapping[str, Changes]) -> list[Tensor]:
 
 
 def draw_theirs(family: str, file: Path) -> Tensor | None:
-    """What diffusers draws with its own loader at the first weight; None: it fails."""
+    """Return what diffusers draws with its own loader at the first weight; None: it fails."""
     stock = StockPipeline(family, [])
     try:
         load_stock_lora(stock.pipe, file, "x")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The model and adapters of examples/images."""
+    """Return the model and adapters of examples/images."""
     folder = tmp_path_factory.mktemp("images")
     script = ROOT / "examples" / "images" / "make_tiny_model.py"
     with pytest.MonkeyPatch.context() as patch:

@@ -37,7 +37,7 @@ def family(pipe):
 
 @torch.no_grad()
 def oracle(pipe, parts):
-    """Encodes the given chunks of (character, weight) one by one."""
+    """Encode the given chunks of (character, weight) one by one."""
     embeds, pooled = [], None
     for part in parts:
         both = []

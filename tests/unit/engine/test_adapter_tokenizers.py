@@ -41,7 +41,7 @@ def llm(base_folder: Path, model: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def plain(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter without tokenizer files."""
+    """Return an adapter without tokenizer files."""
     return make_peft_adapter(tmp_path_factory.mktemp("plain") / "adapter", model, lora_alpha=32)
 
 
@@ -51,7 +51,7 @@ def adapter(plain: Path, tmp_path: Path) -> Path:
 
 
 def save_extended(base: Path, folder: Path, template: str = TEMPLATE, **tokens: str) -> None:
-    """Saves what a trainer saves that has added tokens and a template."""
+    """Save what a trainer saves that has added tokens and a template."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     tokenizer.add_tokens(["<|sql|>"])
     tokenizer.add_special_tokens({"eos_token": "<|done|>", **tokens})
@@ -60,7 +60,7 @@ def save_extended(base: Path, folder: Path, template: str = TEMPLATE, **tokens: 
 
 
 def save_same(base: Path, folder: Path) -> None:
-    """Saves the tokenizer of the base as a trainer does: with padding and truncation."""
+    """Save the tokenizer of the base as a trainer does: with padding and truncation."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     tokenizer.pad_token = "<|endoftext|>"
     tokenizer(["a", "a b"], padding=True, truncation=True, max_length=8)

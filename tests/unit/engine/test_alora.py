@@ -33,7 +33,7 @@ Case = tuple[str, tuple[int, ...]]
 
 
 def words(count: int, seed: int) -> tuple[int, ...]:
-    """Returns tokens without those of the invocations."""
+    """Return tokens without those of the invocations."""
     return tuple(20 + token % 200 for token in make_prompt(count, seed))
 
 
@@ -71,7 +71,7 @@ class Oracle:
         self.peft.eval().generation_config.eos_token_id = None
 
     def generate(self, cases: list[Case]) -> tuple[list[list[int]], list[Tensor]]:
-        """Returns the greedy tokens and their logits, in one batch padded on the left."""
+        """Return the greedy tokens and their logits, in one batch padded on the left."""
         longest = max(len(prompt) for _, prompt in cases)
         padding = [longest - len(prompt) for _, prompt in cases]
         prompts = [
@@ -146,7 +146,7 @@ def request_of(
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[Answer]]:
-    """Runs all requests in one batch; returns the answer of each choice."""
+    """Run all requests in one batch; return the answer of each choice."""
     answers = {r.request_id: [Answer() for _ in range(r.params.n)] for r in requests}
     for request in requests:
         engine.add(request)
@@ -269,7 +269,7 @@ def test_a_single_request_equals_peft(
 
 
 def engine_start(adapter: str, prompt: tuple[int, ...]) -> int:
-    """Returns the number of tokens that are the base's, by an independent search."""
+    """Return the number of tokens that are the base's, by an independent search."""
     invocation = ADAPTERS.get(adapter, {}).get("alora_invocation_tokens")
     if invocation is None:
         return 0 if adapter else len(prompt) - 1

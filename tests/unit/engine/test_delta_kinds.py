@@ -161,7 +161,7 @@ def test_sums_of_parts_are_sums_of_deltas(tmp_path: Path) -> None:
 
 
 def merged_state(name: str, model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the base with the adapter merged by PEFT."""
+    """Return the weights of the base with the adapter merged by PEFT."""
     state = load_kind(name, model, folder).merge_and_unload().state_dict()
     if name == "ia3":
         for key in [key for key in state if key.endswith("down_proj.weight")]:

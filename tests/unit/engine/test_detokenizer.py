@@ -27,13 +27,13 @@ def texts(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """Returns one token per byte."""
+    """Return one token per byte."""
     of_byte = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
     return [of_byte[bytes([byte])] for byte in data]
 
 
 def read_until_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """Reference implementation: reads character by character until a stop string is complete."""
+    """Read character by character until a stop string is complete."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:

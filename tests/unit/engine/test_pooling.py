@@ -256,7 +256,7 @@ def test_hidden_states_that_are_no_numbers_end_the_request(scene: Scene, tmp_pat
 
 
 def make_classifier(family: str, folder: Path) -> tuple[Any, Any]:
-    """Makes a classifier with three labels, and PEFT's adapter of it with a head of its own."""
+    """Make a classifier with three labels, and PEFT's adapter of it with a head of its own."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     config = tiny_config(family, num_labels=3, num_hidden_layers=2)

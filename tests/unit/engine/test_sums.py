@@ -97,7 +97,7 @@ def random_requests(count: int) -> list[tuple[tuple[int, ...], Terms]]:
 
 @pytest.fixture(scope="module")
 def expected(oracle: Oracle) -> list[Case]:
-    """Requests with the logits of PEFT."""
+    """Request with the logits of PEFT."""
     return [(prompt, terms, oracle.logits(prompt, terms)) for prompt, terms in random_requests(200)]
 
 

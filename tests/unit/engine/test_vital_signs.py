@@ -39,7 +39,7 @@ class Scene:
     def watch(
         self, seconds: float, marks: int, *, beats: bool = False
     ) -> tuple[Death | None, float]:
-        """Returns why the process was found dead, and after how many seconds."""
+        """Return why the process was found dead, and after how many seconds."""
         self.signs.observe(Counts(self.beats, marks), TICK_S)
         for tick in range(int(seconds / TICK_S)):
             self.beats += beats

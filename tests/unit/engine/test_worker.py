@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def converse(
     model: Path, talk: Callable[[ServerChannel], Awaitable[None]], *, shuts_down: bool = True
 ) -> int:
-    """Runs the worker against `talk`, and ends it with Shutdown or by closing the socket."""
+    """Run the worker against `talk`, and end it with Shutdown or by closing the socket."""
     ours, theirs = socket.socketpair()
     pulse, number = Pulse.create()
     os.close(number)

@@ -47,7 +47,7 @@ def pipeline():
 
 
 def peft_tensors(path: Path, stock: FluxPipeline) -> dict[str, torch.Tensor]:
-    """Reads one of the three formats into diffusers' names."""
+    """Read one of the three formats into diffusers' names."""
     if path.is_dir():
         tensors = load_file(path / "adapter_model.safetensors")
         return {name.replace("base_model.model.", "transformer."): t for name, t in tensors.items()}

@@ -90,7 +90,7 @@ class Serving:
                 await client.writer.wait_closed()
 
     async def get(self, path: str = "/", tls: ssl.SSLContext | None = None) -> bytes:
-        """The whole answer of a request on a connection of its own."""
+        """Return the whole answer of a request on a connection of its own."""
         client = await self.connect(tls)
         await client.send(
             GET.replace(b" / ", f" {path} ".encode()).replace(
@@ -110,7 +110,7 @@ class Client:
         await self.writer.drain()
 
     async def read_to_end(self) -> bytes:
-        """What the server sends until it closes the connection; a reset ends it too."""
+        """Return what the server sends until it closes the connection; a reset ends it too."""
         found = bytearray()
         with contextlib.suppress(ConnectionError):
             while piece := await self.reader.read(2**16):

@@ -20,7 +20,7 @@ LENGTH = b"POST %b HTTP/1.1\r\nHost: here\r\nContent-Length: 100000\r\n\r\n"
 
 
 def exchange(sent: bytes, *, pieces: tuple[bytes, ...] = (), **settings: object) -> bytes:
-    """Returns all that the server sends until it ends the connection by itself."""
+    """Return all that the server sends until it ends the connection by itself."""
 
     async def work(server: Serving) -> bytes:
         client = await server.connect()

@@ -31,7 +31,9 @@ def on_test_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def output_of_compiler(program: str, cache: Path) -> str:
-    """What a Python program prints that compiles kernels, which an interpreter's process cannot."""
+    """Return what a Python program prints that compiles kernels, which an interpreter's process
+    cannot.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program]

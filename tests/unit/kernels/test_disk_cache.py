@@ -35,7 +35,7 @@ print(double(), sum(double.stats.cache_hits.values()))
 
 
 def run_caller(folder: Path) -> tuple[int, int]:
-    """The result, and the number of cache hits."""
+    """Return the result, and the number of cache hits."""
     found = subprocess.run(
         [sys.executable, str(folder / "caller.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()])},

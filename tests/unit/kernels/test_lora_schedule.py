@@ -28,7 +28,7 @@ def _take(times, owners, tile):
 
 @triton.jit
 def _assign(times, owners, num_first, num_second, num_third):
-    """Records how often each tile is assigned, and its CTA."""
+    """Record how often each tile is assigned, and its CTA."""
     programs = tl.num_programs(0)
     for wave in tl.range(tl.cdiv(num_first, programs)):
         tile = tile_of_wave(wave)

@@ -47,7 +47,7 @@ def expected(x: Tensor, y: Tensor, terms: list[tuple[Pair, float]]) -> Tensor:
 
 
 def rows_of(dtype: torch.dtype = torch.float32) -> list[list[tuple[Pair, float]]]:
-    """The base, one adapter, a sum with a negative weight, ranks that are odd and large."""
+    """Return the base, one adapter, a sum with a negative weight, ranks that are odd and large."""
     return [
         [],
         [(pair_of(4, dtype), 1.0)],

@@ -28,7 +28,7 @@ HOPPER = ("cuda", 90, 32)
 
 
 def specialization(size: int) -> str:
-    """What Triton's hook reports for a launch with a pointer, an int and a constant."""
+    """Return what Triton's hook reports for a launch with a pointer, an int and a constant."""
     return json.dumps(
         {
             "name": "double",

@@ -37,7 +37,7 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 def expand(work: AugmentedWork, x: torch.Tensor) -> torch.Tensor:
-    """The output of site o of the last layer with a base of zeros."""
+    """Return the output of site o of the last layer with a base of zeros."""
     step = work.step(len(x))
     step.resolve()
     layer, site = NUM_LAYERS - 1, 1

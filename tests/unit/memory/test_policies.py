@@ -44,7 +44,9 @@ HALF_LIFE_S = 1000.0
 def replay(
     policy: EvictionPolicy, events: list[tuple[str | None, float]]
 ) -> dict[str, list[float]]:
-    """The ages, in half-lives, at which each key was used; and the age at the end under ''."""
+    """Return the ages, in half-lives, at which each key was used; and the age at the
+    end under ''.
+    """
     now, turnovers = 0.0, 0.0
     ages: dict[str, list[float]] = {}
     for key, amount in events:

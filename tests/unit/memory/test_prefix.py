@@ -38,7 +38,7 @@ class Bench:
         return Running(self, key, token_ids)
 
     def serve(self, token_ids: Sequence[int], key: PrefixKey = KEY) -> None:
-        """A request from its arrival to its end."""
+        """Run a request from its arrival to its end."""
         running = self.start(token_ids, key)
         running.compute(len(token_ids))
         running.end()

@@ -23,7 +23,7 @@ class Bench:
         self.cache = PrefixCache(self.tier, reuse=ReuseEstimator(16), block_tokens=BLOCK)
 
     def serve(self, key: PrefixKey, start: int = 0, tokens: list[int] = TOKENS) -> int:
-        """Serves a request; returns the number of tokens that it found."""
+        """Serve a request; return the number of tokens that it found."""
         self.now += 1
         lease = self.cache.acquire(key, tokens, start)
         num_found = lease.num_tokens

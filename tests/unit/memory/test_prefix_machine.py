@@ -57,7 +57,7 @@ def cids_of(place: Place) -> set[str]:
 
 
 def score_of(last_use: float, cost_s: float, size: int) -> float:
-    """Returns a score that differs for different last uses, so that the victim is certain."""
+    """Return a score that differs for different last uses, so that the victim is certain."""
     return last_use * (cost_s / size + 1e-3)
 
 
@@ -102,7 +102,7 @@ class Running:
 
 
 def entry_of(place: Place, prefix: Prefix) -> tuple[Place, Prefix]:
-    """Returns whose prefix it is: up to the start of an aLoRA it is the base's."""
+    """Return whose prefix it is: up to the start of an aLoRA it is the base's."""
     (base, _, salt), start = place
     return (place if len(prefix) > start else ((base, (), salt), 0)), prefix
 
@@ -192,7 +192,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return scores
 
     def expect_reclaim(self, num_pages: int) -> bool:
-        """Does to the model what reclaim() must do."""
+        """Do to the model what reclaim() must do."""
         free = self.pages.num_free
         if free + self.num_idle() + ADAPTER_PAGES * len(self.adapter_uses) < num_pages:
             return False
@@ -237,7 +237,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 8), commits=st.booleans())
     def compute(self, data: st.DataObject, num_tokens: int, commits: bool) -> None:
-        """The next tokens of the prompt, and then an output that is the same for all."""
+        """Return the next tokens of the prompt, and then an output that is the same for all."""
         running = data.draw(st.sampled_from(self.running))
         self.extend(running, num_tokens)
         if commits:
@@ -245,7 +245,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(place=places, tokens=prompts)
     def serve(self, place: Place, tokens: list[int]) -> None:
-        """A request from its arrival to its end, with nothing in between."""
+        """Run a request from its arrival to its end, with nothing in between."""
         running = self.arrive(place, tokens)
         self.extend(running, len(tokens) - len(running.token_ids))
         self.share(running)

@@ -102,7 +102,7 @@ class Traffic:
         return self.memory.costs.device.evictions
 
     def fresh(self, num_tokens: int) -> list[int]:
-        """Returns tokens that were not sent before."""
+        """Return tokens that were not sent before."""
         return [next(self._new_tokens) for _ in range(num_tokens)]
 
     def serve(self, adapter: int, token_ids: list[int]) -> None:
@@ -134,7 +134,7 @@ class Traffic:
             self.serve(number % NUM_ADAPTERS, self.fresh(PROMPT_TOKENS))
 
     def chats(self, num_rounds: int, num_turns: int = 5) -> None:
-        """Runs eight chats at a time, each with an adapter; turns alternate."""
+        """Run eight chats at a time, each with an adapter; turn alternate."""
         for chat_round in range(num_rounds):
             chatters = [(chat_round * 8 + chatter) % NUM_ADAPTERS for chatter in range(8)]
             histories: dict[int, list[int]] = {chatter: [] for chatter in chatters}
@@ -144,7 +144,7 @@ class Traffic:
                     self.serve(chatter, history)
 
     def shared_instructions(self, num_requests: int) -> None:
-        """Sends each adapter's own instructions followed by a question that is never repeated."""
+        """Send each adapter's own instructions followed by a question that is never repeated."""
         instructions = [self.fresh(PROMPT_TOKENS) for _ in range(NUM_ADAPTERS)]
         for number in range(num_requests):
             adapter = number % NUM_ADAPTERS
@@ -152,7 +152,7 @@ class Traffic:
 
 
 def both() -> Iterator[Traffic]:
-    """Yields traffic with and without the penalty on pages that were used once."""
+    """Yield traffic with and without the penalty on pages that were used once."""
     yield Traffic(has_penalty=True)
     yield Traffic(has_penalty=False)
 

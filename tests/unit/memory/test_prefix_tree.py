@@ -15,7 +15,7 @@ KEY = ("base", (("a", 1.0), ("b", 0.5)), "")
 
 
 def grow(index: PrefixIndex, tree: PrefixTree, *blocks: tuple[int, ...]) -> list[Node]:
-    """Adds a chain of nodes below the root; page 0 holds the first block."""
+    """Add a chain of nodes below the root; page 0 holds the first block."""
     nodes = [tree.root]
     for page_id, block in enumerate(blocks):
         nodes.append(Node(("prefix", page_id), tree, nodes[-1], block, page_id, page_id))

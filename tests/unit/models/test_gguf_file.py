@@ -37,7 +37,7 @@ Quantize = Callable[[gguf.GGUFWriter, str, Any], None]
 
 
 def pairs_from_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp does to q and k of a Llama when it writes them."""
+    """Return what llama.cpp does to q and k of a Llama when it writes them."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

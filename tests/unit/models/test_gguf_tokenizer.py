@@ -37,7 +37,7 @@ ALPHABET = sorted(ByteLevel.alphabet())
 
 
 def metadata(**changes: Any) -> dict[str, Any]:
-    """A vocabulary of all bytes, one merge, a control token and a user-defined one."""
+    """Return a vocabulary of all bytes, one merge, a control token and a user-defined one."""
     tokens = [*ALPHABET, "ab", "<|end|>", "<think>"]
     return {
         "general.architecture": "llama",

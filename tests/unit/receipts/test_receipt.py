@@ -42,7 +42,7 @@ values = st.recursive(
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Returns the path of every value in a JSON value."""
+    """Return the path of every value in a JSON value."""
     names: list[Any] = []
     if isinstance(value, dict):
         names = list(value)

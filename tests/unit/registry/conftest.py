@@ -17,7 +17,7 @@ KINDS = ["sqlite", "postgresql"]
 
 @pytest.fixture(params=KINDS)
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a database without tables."""
+    """Return the URL of a database without tables."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'registry.db'}"
     server: PostgresServer = request.getfixturevalue("postgres_server")
@@ -33,7 +33,7 @@ def postgres_database(postgres_server: PostgresServer) -> Iterator[Database]:
 
 @pytest.fixture(params=KINDS)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a database with all tables and no rows."""
+    """Return the URL of a database with all tables and no rows."""
     if request.param == "sqlite":
         return f"sqlite:///{write_empty_registry(tmp_path / 'registry.db')}"
     database: Database = request.getfixturevalue("postgres_database")
@@ -48,7 +48,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def open_registry(database_url: str, clock: FakeClock) -> Iterator[Callable[[], Registry]]:
-    """Returns a function that opens the same database again, like another process."""
+    """Return a function that opens the same database again, like another process."""
     opened: list[Registry] = []
 
     def open_one() -> Registry:

@@ -24,7 +24,7 @@ def connection(database_url: str) -> Iterator[Connection]:
 
 
 def add(connection: Connection, version: str, seed: object = 0, adapter: AdapterName = SQL) -> int:
-    """Creates an adapter and returns its id."""
+    """Create an adapter and return its id."""
     revision = adapter_rows.begin_change(connection)
     row = adapter_rows.make_adapter(connection, adapter, revision=revision, now=1.0)
     adapter_rows.add_version(connection, row, version, make_content(seed), now=2.0)

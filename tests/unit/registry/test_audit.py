@@ -50,7 +50,7 @@ def faults(registry: Registry, **given: Any) -> tuple[str, ...]:
 
 
 def write(registry: Registry, *statements: Any) -> None:
-    """Changes the database as an attacker with its password could."""
+    """Change the database as an attacker with its password could."""
     with registry._database.writing() as one:
         for statement in statements:
             one.execute(statement)

@@ -121,7 +121,7 @@ def test_a_push_that_is_refused_leaves_no_trace_of_its_adapter(registry: Registr
 def race(
     open_registry: Callable[[], Registry], act: Callable[[Registry, int], object]
 ) -> list[object]:
-    """Returns the result or the conflict of each writer."""
+    """Return the result or the conflict of each writer."""
     registries = [open_registry() for _ in range(NUM_WRITERS)]
     together = Barrier(NUM_WRITERS)
 

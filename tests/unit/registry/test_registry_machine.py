@@ -69,7 +69,7 @@ class RegistryMachine(RuleBasedStateMachine):
         wipe(self.database)
 
     def find(self, adapter: str) -> ModelAdapter | None:
-        """Returns None if no adapter of this name is visible."""
+        """Return None if no adapter of this name is visible."""
         known = self.model.get(adapter)
         return known if known is not None and known.live else None
 

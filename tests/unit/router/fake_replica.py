@@ -155,7 +155,7 @@ async def ask(
     headers: dict[str, str] | None = None,
     leaves: asyncio.Event | None = None,
 ) -> Reply:
-    """Sends one request; the client closes its connection once `leaves` is set."""
+    """Send one request; the client closes its connection once `leaves` is set."""
     reply, has_sent = Reply(), False
     content = (
         b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -195,7 +195,7 @@ async def running_router(
     options: RouterOptions | None = None,
     **parts: Any,
 ) -> AsyncIterator[RouterApp]:
-    """Starts the replicas, and a router that has a report of each of them."""
+    """Start the replicas, and a router that has a report of each of them."""
     for replica in replicas:
         await replica.start()
     options = options or RouterOptions(is_status_open=True)
@@ -225,7 +225,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def first_for(app: RouterApp, replicas: list[FakeReplica], name: str) -> list[FakeReplica]:
-    """Returns the replicas in the order in which the router would try them."""
+    """Return the replicas in the order in which the router would try them."""
     now = asyncio.get_running_loop().time()
     by_url = {replica.url: replica for replica in replicas}
     return [by_url[one.url] for one in app.fleet.ranked(name, now=now)]

@@ -151,7 +151,7 @@ async def router_of(fleet: Fleet, store: DesiredStore) -> AsyncIterator[RouterAp
 
 @asynccontextmanager
 async def second_router(fleet: Fleet, store: DesiredStore) -> AsyncIterator[RouterApp]:
-    """A router for replicas that run already."""
+    """Yield a router for replicas that run already."""
     async with running(options=OPTIONS, desired=store) as app:
         members = app._followers._members
         members._urls = {one.url: one.url for one in fleet.replicas}  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from tests.unit.router.fake_servers import (
 
 @pytest.fixture(params=["memory", "file", "registry"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Returns a function that opens the store again, as another router does."""
+    """Return a function that opens the store again, as another router does."""
     if request.param == "memory":
         memory = MemoryDesired()
         yield lambda: memory

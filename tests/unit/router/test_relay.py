@@ -57,7 +57,7 @@ async def lost_answer(replica: FakeReplica, request: Request, writer: Any) -> No
 
 
 def two(first_does: Any, then_does: Any = say_name, body: Any = ASKED, **options: Any) -> Any:
-    """Returns the reply, and both replicas in the order of the choice."""
+    """Return the reply, and both replicas in the order of the choice."""
 
     async def work() -> tuple[Reply, FakeReplica, FakeReplica, RouterApp]:
         replicas = [FakeReplica("0"), FakeReplica("1")]

@@ -35,7 +35,7 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
 def sent(
     path: Path, body: Any, *, headers: dict[str, str] | None = None, **options: Any
 ) -> tuple[Any, RouterApp]:
-    """Returns the body that the replica gets, and the router."""
+    """Return the body that the replica gets, and the router."""
 
     async def work() -> tuple[Any, RouterApp]:
         replica = FakeReplica("0")

@@ -24,7 +24,7 @@ def add(world: World, name: str, context: list[int], **fields: object) -> None:
 
 
 def num_computed(world: World) -> Counter[str]:
-    """Runs all; returns the number of prompt tokens that each request computed."""
+    """Run all; return the number of prompt tokens that each request computed."""
     found: Counter[str] = Counter()
     while world.scheduler.has_work:
         world.begin()

@@ -175,7 +175,7 @@ def test_a_step_does_not_examine_every_waiting_request(
 
 
 def long_hot(world: World, num_sequences: int, **fields: object) -> None:
-    """Adds two long requests on one adapter, so that its client may be preempted."""
+    """Add two long requests on one adapter, so that its client may be preempted."""
     world.add("hot", 4, cid="hot", max_tokens=500, n=num_sequences, **fields)
     world.add("more", 4, cid="hot", max_tokens=500, **fields)
     world.step()

@@ -21,7 +21,7 @@ def first_seen(events: list[TokenEvent]) -> list[str]:
 
 
 def start_of(world: World, name: str, limit: int = 200) -> float:
-    """Returns the time at which the request started."""
+    """Return the time at which the request started."""
     for _ in range(limit):
         world.begin()
         if world.plan is not None and name in world.running():
@@ -94,7 +94,7 @@ def test_r6_another_tenants_queue_must_be_within_its_own_adapter_lead() -> None:
 
 
 def feed(world: World, cid: str, number: int) -> None:
-    """Keeps a request for the adapter waiting, without a lead."""
+    """Keep a request for the adapter waiting, without a lead."""
     world.add(f"{cid}-{number}", 3, cid=cid, max_tokens=2)
     for sequence in world.scheduler._sequences.values():
         if sequence.cids == (cid,):
@@ -241,7 +241,7 @@ def test_r6_queues_of_an_adapter_that_left_the_batch_are_no_longer_preferred() -
 
 
 def distinct_adapters(num_waiting: int = 24, num_places: int = 24) -> float:
-    """Returns the mean number of adapters in a full batch with uniform popularity."""
+    """Return the mean number of adapters in a full batch with uniform popularity."""
     source = random.Random(1)
     world = wide(num_places)
     count, counts = 0, []

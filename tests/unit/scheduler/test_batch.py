@@ -11,7 +11,7 @@ PROMPT = list(range(100, 122))
 
 
 def reused(events: list[TokenEvent]) -> dict[str, int]:
-    """Returns the number of reused tokens that the events of each request report."""
+    """Return the number of reused tokens that the events of each request report."""
     found: dict[str, int] = {}
     for event in events:
         found[event.request_id] = found.get(event.request_id, 0) + event.num_reused

@@ -10,7 +10,7 @@ from tests.unit.scheduler.scheduler_factory import World, occupied, sequence_of
 
 
 def fuller(num_first: int = 1, num_full: int = 2, tenant: str = "a") -> World:
-    """Returns a world in which y is first and z's queue is longer; neither runs."""
+    """Return a world in which y is first and z's queue is longer; neither runs."""
     world = occupied()
     for number in range(num_first):
         world.add(f"y{number}", 3, cid="y", tenant="a", max_tokens=2)

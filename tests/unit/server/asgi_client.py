@@ -85,7 +85,7 @@ def complete(app: ServerApp, prompt: Any = "hi", **fields: Any) -> httpx2.Respon
 
 
 def events_of(text: str) -> list[Any]:
-    """The data of each event; [DONE] stays a string."""
+    """Return the data of each event; [DONE] stays a string."""
     blocks = text.removesuffix("\n\n").split("\n\n")
     assert all(block.startswith("data: ") for block in blocks)
     data = [block.removeprefix("data: ") for block in blocks]

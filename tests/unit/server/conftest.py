@@ -12,7 +12,9 @@ from tests.unit.server.registry_app import Make, RegistryApp, make_registry_app
 
 @pytest.fixture(scope="module", autouse=True)
 def own_plain_app() -> None:
-    """What one file does to the application without options is not seen by another."""
+    """Reset the state: what one file does to the application without options is not seen by
+    another.
+    """
     plain_app.cache_clear()
 
 

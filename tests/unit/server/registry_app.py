@@ -64,21 +64,21 @@ class RegistryApp:
         return self.adapters.library
 
     def push(self, reference: str, seed: int, **config: Any) -> str:
-        """The CID."""
+        """Return the CID."""
         source = write_tiny(self.folder / f"source-{seed}", seed, config={**BASE, **config})
         pushed = self.library.push(source, reference)
         self.adapters.forget([])
         return pushed.cid
 
     def push_image(self, reference: str, seed: int) -> str:
-        """The CID of an adapter of the image model."""
+        """Return the CID of an adapter of the image model."""
         file = write_image(self.folder / f"image-{seed}.safetensors", seed)
         pushed = self.library.push(file, reference)
         self.adapters.forget([])
         return pushed.cid
 
     def key(self, tenant: str | None, *scopes: KeyScope, **rights: Any) -> dict[str, str]:
-        """The header of a new key; without scopes it has all."""
+        """Return the header of a new key; without scopes it has all."""
         given = KeyRights(tenant=tenant, scopes=frozenset(scopes) or ALL_SCOPES, **rights)
         new = self.registry.access.create_key(given)
         self.adapters.follow_access()

@@ -16,7 +16,7 @@ INTEGER = {"type": "integer"}
 
 
 def of(*names: str, **more: Any) -> dict[str, Any]:
-    """A schema of an object with required integers."""
+    """Return a schema of an object with required integers."""
     properties = dict.fromkeys(names, INTEGER)
     return {"type": "object", "properties": properties, "required": list(names), **more}
 

@@ -41,7 +41,7 @@ class FimCodec(ByteCodec):
 
 
 def asked(path: str, body: dict[str, Any]) -> Request:
-    """The request that reaches the engine."""
+    """Return the request that reaches the engine."""
     backend = ScriptedBackend()
     backend.codec = FimCodec()
     response = post(make_app(backend), path, body)

@@ -113,7 +113,7 @@ def unsigned(header: dict[str, Any], signature: bytes = b"") -> str:
 
 
 def signed_with_the_public_key() -> str:
-    """A token whose HMAC has the public key as its secret."""
+    """Return a token whose HMAC has the public key as its secret."""
     pem = RSA.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     start = unsigned({"alg": "HS256", "typ": "JWT", "kid": "rsa"}).rpartition(".")[0]
     digest = hmac.new(pem, start.encode(), hashlib.sha256).digest()

@@ -59,7 +59,9 @@ def adapters():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, adapters):
-    """A client of an application whose engine draws with three adapters; `ink` is the default."""
+    """Yield a client of an application whose engine draws with three adapters; `ink` is the
+    default.
+    """
     folder = tmp_path_factory.mktemp("images")
     options = ServerOptions(allow_runtime_lora_updating=True)
     with image_client(folder, started=False, options=options) as client:

@@ -226,7 +226,7 @@ def test_requests_at_once_use_no_more_tokens_than_the_limit(
 
 
 async def stop(request: Request) -> AsyncIterator[Delta]:
-    """An engine that is restarted after the first token."""
+    """Yield an engine that is restarted after the first token."""
     yield delta(request, 0, b"H")
     raise EngineStopped("The engine was restarted.")
 

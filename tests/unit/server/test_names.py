@@ -94,7 +94,7 @@ def test_an_adapter_that_the_registry_names_stays_when_its_given_name_goes(
 
 
 def inspected(backend: ScriptedBackend, folder: Path, *given: str) -> None:
-    """Gives names to a folder of which only the header was checked."""
+    """Give names to a folder of which only the header was checked."""
     for name in given:
         backend.names.bind(name, InspectedCard(path=str(folder), rank=4, num_bytes=64))
 

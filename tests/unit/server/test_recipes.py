@@ -44,7 +44,7 @@ class Scene:
         self.start()
 
     def start(self) -> None:
-        """Starts a server process anew; the registry, the store and the cache stay."""
+        """Start a server process anew; the registry, the store and the cache stay."""
         self.backend = ScriptedBackend(registry=self.served.adapters)
         self.backend.read_cid = lambda folder: read_without_base(folder).cid  # type: ignore[method-assign]
         self.combinations = Combinations(self.backend, self.cache, make=self.make)

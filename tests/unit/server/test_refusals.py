@@ -17,7 +17,7 @@ RUN = "/v1/run"
 
 
 def told(served: RegistryApp, response: Any) -> dict[str, Any]:
-    """The receipt of the answer, as the server has kept it."""
+    """Return the receipt of the answer, as the server has kept it."""
     receipt_id = response.headers["x-loramux-receipt"]
     found = get(served.app, f"/v1/receipts/{receipt_id}")
     assert found.status_code == 200, "an answer has the id of a receipt that is not there"

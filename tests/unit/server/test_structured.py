@@ -18,7 +18,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 def params_of(**fields: Any) -> SamplingParams:
-    """The parameters that reach the engine; the request must be accepted."""
+    """Return the parameters that reach the engine; the request must be accepted."""
     backend = ScriptedBackend()
     response = complete(make_app(backend), **fields)
     assert response.status_code == 200, response.text

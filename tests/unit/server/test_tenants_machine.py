@@ -99,7 +99,7 @@ def test_the_requests_here_are_answered_with_the_right_key(world: World) -> None
 
 
 def check(world: World, template: Template, steps: list[Step]) -> list[httpx2.Response]:
-    """Sends the requests one by one, and compares what each may not touch."""
+    """Send the requests one by one, and compare what each may not touch."""
     responses = []
     # Receipts repeat what earlier requests have named.
     named: dict[int, set[str]] = {0: set(), 1: set()}
@@ -145,7 +145,9 @@ def run_alone(template: Template, steps: list[Step]) -> list[httpx2.Response]:
 
 
 def interference(template: Template, steps: list[Step]) -> None:
-    """The answers to a tenant are the same whether the other tenant sends requests or not."""
+    """Check that the answers to a tenant are the same whether the other tenant sends requests or
+    not.
+    """
     together = play(template, steps)
     for tenant in range(len(TENANTS)):
         own = [step for step in steps if step.tenant == tenant]

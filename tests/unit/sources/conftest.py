@@ -14,7 +14,7 @@ from tests.unit.sources.source_factory import FAST, adapter_files
 
 @pytest.fixture
 def web() -> Iterator[FaultServer]:
-    """A web server with an adapter under /pirate."""
+    """Yield a web server with an adapter under /pirate."""
     with FaultServer(adapter_files("pirate")) as server:
         yield server
 
@@ -42,7 +42,7 @@ def s3_config(s3_server: S3Server) -> SourceConfig:
 
 @pytest.fixture
 def s3_proxy(s3_server: S3Server) -> Iterator[FaultServer]:
-    """A proxy of the real server that fails on demand."""
+    """Yield a proxy of the real server that fails on demand."""
     with FaultServer(upstream=s3_server.endpoint) as server:
         yield server
 

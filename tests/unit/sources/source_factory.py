@@ -19,7 +19,7 @@ IMPATIENT = replace(FAST, read_timeout_s=0.3, max_attempts=10)
 
 
 def make_weights(num_bytes: int = 10_000, *, seed: int = 0) -> bytes:
-    """Returns a safetensors file in which adjacent bytes differ."""
+    """Return a safetensors file in which adjacent bytes differ."""
     content = bytes((index * 7 + index // 251 + seed) % 256 for index in range(num_bytes))
     header = {"lora": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}
     encoded = json.dumps(header).encode()
@@ -56,5 +56,5 @@ class FakeTime:
 
 
 def entries(folder: Path) -> list[str]:
-    """Returns all entries of a folder, including leftovers."""
+    """Return all entries of a folder, including leftovers."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

@@ -57,7 +57,7 @@ from tests.unit.sources.source_factory import (
 
 @pytest.fixture
 def prefix(s3_config: SourceConfig) -> str:
-    """Returns a folder of the bucket with an adapter, unique to the test."""
+    """Return a folder of the bucket with an adapter, unique to the test."""
     name = f"tests/{uuid4().hex}"
     upload(s3_config, adapter_files(name))
     return name

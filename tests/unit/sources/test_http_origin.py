@@ -185,7 +185,7 @@ TOKEN = "token-of-the-first-host"
 
 @contextmanager
 def client_for(config: HttpConfig, *addresses: str) -> Iterator[GuardedClient]:
-    """Makes a client; with addresses, every name resolves to them."""
+    """Make a client; with addresses, every name resolves to them."""
     resolvers = {"resolver": lambda *_: addresses} if addresses else {}
     client = GuardedClient(config, FAST, **resolvers)
     try:
@@ -348,7 +348,7 @@ def test_the_signature_of_a_redirect_is_not_logged_by_the_client(
 
 
 def make_certificate(folder: Path, host: str) -> tuple[Path, Path]:
-    """Makes a self-signed certificate."""
+    """Make a self-signed certificate."""
     pytest.importorskip("cryptography")
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

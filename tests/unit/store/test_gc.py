@@ -158,7 +158,7 @@ class Shared:
         return collect_bucket(self.tier, plan, lambda: kept)
 
     def is_whole(self, cid: str) -> bool:
-        """Fetches an adapter on a machine with an empty store."""
+        """Fetch an adapter on a machine with an empty store."""
         fresh = ContentStore(self.folder / uuid4().hex, tiers=[self.tier])
         return fresh.materialize(cid).is_dir()
 

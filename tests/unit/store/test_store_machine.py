@@ -90,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def break_view(self, seed: int) -> None:
-        """Removes a view partially, like a crash during a removal."""
+        """Remove a view partially, like a crash during a removal."""
         (self.layout.view(self.cids[seed]) / WEIGHTS).unlink(missing_ok=True)
 
     @rule(seed=SEEDS)

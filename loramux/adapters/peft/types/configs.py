@@ -71,7 +71,7 @@ class AdapterConfig(TargetFields, Protocol):
         ...
 
     def canonical(self) -> dict[str, object]:
-        """Returns the form that the CID covers: equal for configs that compute the same."""
+        """Return the form that the CID covers: equal for configs that compute the same."""
         ...
 
 
@@ -303,7 +303,7 @@ def any_integer(name: str, value: object) -> int:
 
 
 def common(given: Fields) -> dict[str, object]:
-    """Returns the arguments of TypeConfig, checked."""
+    """Return the arguments of TypeConfig, checked."""
     return {
         "target_modules": read(given, "target_modules", names_or_pattern, NO_NAMES),
         "exclude_modules": read(given, "exclude_modules", names_or_pattern, NO_NAMES),
@@ -406,7 +406,7 @@ def oft(given: Fields) -> dict[str, object]:
 
 
 def _version(value: object) -> tuple[int, ...]:
-    """Returns the first two numbers of a version; (0,) if there are none."""
+    """Return the first two numbers of a version; (0,) if there are none."""
     parts = value.split(".")[:2] if isinstance(value, str) else []
     return tuple(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else (0,)
 
@@ -514,7 +514,7 @@ PARSERS: dict[str, ConfigParser] = {
 
 
 def parse_adapter_config(given: Fields) -> PeftLoraConfig | TypeConfig:
-    """Parses the config of any PEFT type that is served; raises AdapterRefused."""
+    """Parse the config of any PEFT type that is served; raise AdapterRefused."""
     peft_type = given.get("peft_type")
     parser = PARSERS.get(peft_type) if isinstance(peft_type, str) else None
     if parser is not None:
@@ -527,12 +527,12 @@ def parse_adapter_config(given: Fields) -> PeftLoraConfig | TypeConfig:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Reads and checks the config of an adapter folder of any type; raises AdapterRefused."""
+    """Read and check the config of an adapter folder of any type; raise AdapterRefused."""
     return parse_adapter_config(decode_json(read_config_bytes(folder)))
 
 
 def lora_config(config: AdapterConfig, name: str) -> PeftLoraConfig:
-    """Returns the config of a LORA adapter; refuses other types, whose matrices are computed."""
+    """Return the config of a LORA adapter; refuse other types, whose matrices are computed."""
     if not isinstance(config, PeftLoraConfig):
         raise AdapterRefused(
             RefusalCode.NOT_LORA,

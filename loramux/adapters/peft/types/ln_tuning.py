@@ -98,7 +98,7 @@ class NormContents:
 
 
 def gain_of(norm: Norm, trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Returns trained / base - 1, which is 0 where both are 0."""
+    """Return trained / base - 1, which is 0 where both are 0."""
     is_zero = base == 0
     if (is_zero & (trained != 0)).any():
         raise AdapterRefused(

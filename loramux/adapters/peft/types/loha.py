@@ -28,7 +28,7 @@ class LohaRule(LinearRule):
         return self._strengths[target.path].r ** 2
 
     def low_rank(self, target: TargetModule, tensors: Tensors) -> LowRank:
-        """Returns the Khatri-Rao products of the columns of a and of the rows of b."""
+        """Return the Khatri-Rao products of the columns of a and of the rows of b."""
         a1, b1, a2, b2 = (tensors[part] for part in PARTS)
         return LowRank(
             a=(b1[:, None] * b2[None]).flatten(0, 1),

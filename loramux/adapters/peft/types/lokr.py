@@ -40,7 +40,7 @@ class Factor:
         return tensors[f"{self.name}_a"] @ tensors[f"{self.name}_b"]
 
     def halves(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns two matrices with the product of this factor and its rank between them."""
+        """Return two matrices with the product of this factor and its rank between them."""
         if self.r is not None and self.r == self.rank:
             return tensors[f"{self.name}_a"], tensors[f"{self.name}_b"]
         whole, eye = self.whole(tensors), torch.eye(self.rank)
@@ -64,7 +64,7 @@ class LokrRule(LinearRule):
         return first.rank * second.rank
 
     def low_rank(self, target: TargetModule, tensors: Tensors) -> LowRank:
-        """Uses that kron(b1 a1, b2 a2) = kron(b1, b2) kron(a1, a2)."""
+        """Use that kron(b1 a1, b2 a2) = kron(b1, b2) kron(a1, a2)."""
         (b1, a1), (b2, a2) = (factor.halves(tensors) for factor in self._factors[target.path])
         return LowRank(torch.kron(a1, a2), torch.kron(b1, b2), self._scales[target.path])
 
@@ -86,7 +86,7 @@ def factors_of(config: LokrConfig, target: TargetModule, r: int) -> tuple[Factor
 
 
 def factorize(size: int, factor: int) -> tuple[int, int]:
-    """Splits a size into two divisors as PEFT does: the first near `factor`, or to the root (-1).
+    """Split a size into two divisors as PEFT does: the first near `factor`, or to the root (-1).
 
     The first is the smaller one, unless `factor` divides the size.
     """

@@ -54,7 +54,7 @@ class Expected:
 
 
 def linear_targets(config: TargetFields, base: BaseModelInfo) -> tuple[TargetModule, ...]:
-    """Returns the linear layers that a config targets, in the order of the base."""
+    """Return the linear layers that a config targets, in the order of the base."""
     check_abbreviation(config, base.targets)
     if config.target_modules != ALL_LINEAR and (
         outside := sorted(targeted_paths(config, OUTSIDE_LAYERS))
@@ -85,7 +85,7 @@ def no_targets(config: TargetFields) -> AdapterRefused:
 def match_entries(
     entries: Sequence[TensorEntry], expected: Mapping[str, Expected], base: BaseModelInfo
 ) -> dict[str, TensorEntry]:
-    """Returns the tensor of each expected name; every tensor of the file must be expected."""
+    """Return the tensor of each expected name; every tensor of the file must be expected."""
     found: dict[str, TensorEntry] = {}
     for entry in entries:
         text_name = text_tensor_name(entry.name)

@@ -47,7 +47,7 @@ RULES: dict[type[TypeConfig], Callable[..., LinearRule]] = {
 
 
 def plan_type(config: TypeConfig, base: BaseModelInfo) -> AdapterPlan:
-    """Finds what the config targets on this base; raises AdapterRefused."""
+    """Find what the config targets on this base; raise AdapterRefused."""
     if isinstance(config, LnTuningConfig):
         return plan_norms(config, base)
     targets = linear_targets(config, base)

@@ -16,20 +16,20 @@ from loramux.types.model import BaseModelInfo, TargetModule
 
 
 def rotate_inputs(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Returns the weight of a layer whose input x is x @ block_diag(blocks)."""
+    """Return the weight of a layer whose input x is x @ block_diag(blocks)."""
     tiles = weight.reshape(weight.shape[0], len(blocks), -1)
     return torch.einsum("onc,nkc->onk", tiles, blocks).reshape(weight.shape)
 
 
 def cayley(skew: torch.Tensor) -> torch.Tensor:
-    """Returns (1 - skew) (1 + skew)^-1 of each matrix."""
+    """Return (1 - skew) (1 + skew)^-1 of each matrix."""
     eye = torch.eye(skew.shape[-1]).expand_as(skew)
     rotation: torch.Tensor = torch.linalg.solve(eye + skew, eye - skew, left=False)
     return rotation
 
 
 def cayley_series(skew: torch.Tensor, num_terms: int) -> torch.Tensor:
-    """Returns the sum 1 + 2 s + 2 s^2 + ... + s^(n - 1) that PEFT has for n terms.
+    """Return the sum 1 + 2 s + 2 s^2 + ... + s^(n - 1) that PEFT has for n terms.
 
     The last power is not doubled from the third on, and three terms are taken for four.
     """
@@ -79,7 +79,7 @@ def block_size(config: OftConfig, in_features: int) -> int:
 
 
 def nearest_divisor(size: int, wanted: int) -> int:
-    """Returns the divisor that PEFT takes instead of `wanted`: the nearest, of two the lower."""
+    """Return the divisor that PEFT takes instead of `wanted`: the nearest, of two the lower."""
     if wanted >= size:
         return size
     higher = next(n for n in range(wanted, size + 1) if size % n == 0)

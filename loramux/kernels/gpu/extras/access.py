@@ -24,7 +24,7 @@ ALIGN: tl.constexpr = tl.constexpr(ALIGN_ELEMENTS)
 
 @triton.jit
 def load_row(words, row):
-    """The range (first, stop) of a row's entries."""
+    """Return the range (first, stop) of a row's entries."""
     at = words + HEADER_WORDS + row * ROW_WORDS
     first = tl.load(at)
     return first, first + tl.load(at + 1)
@@ -32,14 +32,14 @@ def load_row(words, row):
 
 @triton.jit
 def load_entry(words, entries_at, index):
-    """The (slot, weight) of an entry."""
+    """Return the (slot, weight) of an entry."""
     at = words + entries_at + index * ENTRY_WORDS
     return tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def row_offset(heap, matrix, row, width, PAGE: tl.constexpr):
-    """The offsets of rows of a matrix in the pool; rows of a missing matrix must be 0."""
+    """Return the offsets of rows of a matrix in the pool; rows of a missing matrix must be 0."""
     per_page = tl.maximum(tl.load(matrix + ROWS_PER_PAGE), 1)
     number = row // per_page
     page = tl.load(heap + tl.load(matrix + PAGES) + number).to(tl.int64)

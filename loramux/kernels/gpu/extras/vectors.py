@@ -59,7 +59,7 @@ def scale_logits(tables: ExtrasTables, logits: Tensor) -> None:
 
 
 def embed_rows(tables: ExtrasTables, y: Tensor, token_ids: Tensor, scale: float) -> None:
-    """Replaces the embedding of each row, or adds low rank to it, times the model's scale.
+    """Replace the embedding of each row, or adds low rank to it, times the model's scale.
 
     y [rows, hidden]   token_ids [rows]
     """
@@ -152,7 +152,7 @@ def _scale_logits(
 
 @triton.jit
 def _find_token(heap, start, count, token):
-    """The position of a token among `count` ascending ones; -1: it is none of them."""
+    """Return the position of a token among `count` ascending ones; -1: it is none of them."""
     low = 0
     high = count
     while low < high:

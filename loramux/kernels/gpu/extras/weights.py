@@ -127,7 +127,7 @@ def _dot(
     sums, weight_at, x_at, is_row, num_inputs,
     K: tl.constexpr, IS_WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """sums + weight @ x.T: [N, ROWS]"""
+    """Return sums + weight @ x.T: [N, ROWS]"""
     k = tl.arange(0, K)
     for start in tl.range(0, num_inputs, K, num_stages=STAGES):
         if IS_WHOLE:
@@ -148,7 +148,7 @@ def _weights(
     INPUTS: tl.constexpr, IS_H: tl.constexpr, SCATTERS: tl.constexpr, ROWS: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes x @ weight.T of each tile to its rows of y, or of h if IS_H."""
+    """Write x @ weight.T of each tile to its rows of y, or of h if IS_H."""
     pdl_wait_and_launch(PDL)
     num_tiles = tl.load(words)
     blocks = tl.cdiv(width0, N) + tl.cdiv(width1, N) + tl.cdiv(width2, N)

@@ -108,7 +108,7 @@ class CublasLt:
         return list(found)
 
     def variants(self, shape: GemmShape, algorithm: bytes) -> list[bytes]:
-        """The algorithm with other cluster shapes and CTA swizzles.
+        """Return the algorithm with other cluster shapes and CTA swizzles.
 
         The heuristic returns one of them; on a power-throttled GPU another may be faster.
         """
@@ -170,7 +170,7 @@ class CublasLt:
         return run
 
     def _problem(self, shape: GemmShape) -> _Problem:
-        """The library is column-major: y.T [n, m] = weight @ x.T."""
+        """Return the library is column-major: y.T [n, m] = weight @ x.T."""
         description = self._make(
             "cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_FLOAT32), ctypes.c_int(_SCALE_FLOAT32)
         )
@@ -238,7 +238,7 @@ class CublasLt:
         return bool(status == 0 and result.workspace_bytes <= self._workspace.nbytes)
 
     def _configure(self, blob: Any, attribute: int, value: Any) -> None:
-        """Sets an attribute if the algorithm has it; `_can_run` checks the result."""
+        """Set an attribute if the algorithm has it; `_can_run` checks the result."""
         self._library.cublasLtMatmulAlgoConfigSetAttribute(
             ctypes.byref(blob),
             ctypes.c_int(attribute),
@@ -262,7 +262,7 @@ class CublasLt:
 
 
 def _neighbours(shape: GemmShape, workspace_bytes: int) -> Iterator[tuple[GemmShape, int]]:
-    """The shape and somewhat larger ones, without and with a workspace."""
+    """Yield the shape and somewhat larger ones, without and with a workspace."""
     for n in (shape.n, shape.n + shape.n // 8):
         yield replace(shape, n=n), 0
         for quarters in (4, 5, 6, 7, 8):

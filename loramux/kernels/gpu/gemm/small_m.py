@@ -69,7 +69,7 @@ def gemm(x: Tensor, weight: Tensor, y: Tensor) -> None:
 
 @triton.jit
 def _locate(weight_ptr, num_outputs, INPUTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """This CTA's outputs [N], and pointers to the first of their weights [N, K]."""
+    """Return this CTA's outputs [N], and pointers to the first of their weights [N, K]."""
     output = tl.program_id(0) * N + tl.arange(0, N)
     # Outputs past the end clamp to the last one; the store masks them.
     at = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * INPUTS
@@ -89,7 +89,7 @@ def _load(pointers, left, K: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _partial_sums(weights, x_ptr, left, N: tl.constexpr, K: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Sums of eight adjacent products: [N, K // 8] float32, each by one thread."""
+    """Sum of eight adjacent products: [N, K // 8] float32, each by one thread."""
     k = tl.arange(0, K)
     if IS_WHOLE:  # noqa: SIM108 - known when compiling
         x = tl.load(x_ptr + k)

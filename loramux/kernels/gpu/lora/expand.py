@@ -99,7 +99,7 @@ def expand_row_sums(  # noqa: PLR0913
 
 @triton.jit
 def store_row(value, target, row, rows, start, width, N: tl.constexpr):
-    """Stores one tensor of expand_row_sums at `target`, if row < rows."""
+    """Store one tensor of expand_row_sums at `target`, if row < rows."""
     column = start + row_columns(N)
     inside = column < tl.where(row < rows, width, 0)
     tl.store(target + column, value.to(target.dtype.element_ty), mask=inside)
@@ -133,7 +133,7 @@ def _locate(tile, width0, width1, width2, N: tl.constexpr):
 
 @triton.jit
 def _changed_rows(block, next_range, rows):
-    """The number of rows, or 0 where the adapters leave this layer unchanged."""
+    """Return the number of rows, or 0 where the adapters leave this layer unchanged."""
     return tl.where((block[1] > 0) | (next_range[0] < next_range[1]), rows, 0)
 
 
@@ -185,7 +185,7 @@ def _expand_tile(  # noqa: PLR0913
     WARPS: tl.constexpr, J: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
     SMALL_SPLITS: tl.constexpr, SMALL_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Expands a tile of rows; first_items points to the first item that is a tile."""
+    """Expand a tile of rows; first_items points to the first item that is a tile."""
     index, slice_index, start, out_start, width = _locate(
         tile, width0, width1, width2, WARPS * 8 * J
     )
@@ -213,7 +213,7 @@ def expand_kernel(  # noqa: PLR0913
     ROWS: tl.constexpr, SMALL_ROWS: tl.constexpr, ROW_N: tl.constexpr, WARPS: tl.constexpr,
     J: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Expands first items of few rows, then tiles; latency is hidden by the other CTAs of an SM."""
+    """Expand first items of few rows, then tiles; latency is hidden by the other CTAs of an SM."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     num_slices = 1 + (width1 > 0).to(tl.int32) + (width2 > 0).to(tl.int32)

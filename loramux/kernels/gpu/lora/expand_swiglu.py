@@ -40,7 +40,7 @@ def _activate_rows(  # noqa: PLR0913
     INNER: tl.constexpr, ACTIVATION: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Expands and activates up to ROWS rows; b, blocks, next_ranges: (of gate, of up)."""
+    """Expand and activates up to ROWS rows; b, blocks, next_ranges: (of gate, of up)."""
     gates = expand_row_sums(
         b[0], blocks[0], next_ranges[0], pool, items, partials, y, y_stride, rows, start, INNER,
         N, ROWS, MAX_SPLITS, SPLITS,
@@ -95,7 +95,7 @@ def _expand_tile(  # noqa: PLR0913
     MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr, SMALL_SPLITS: tl.constexpr,
     SMALL_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Expands and activates a tile; first_items points to the first item that is a tile."""
+    """Expand and activates a tile; first_items points to the first item that is a tile."""
     N: tl.constexpr = WARPS * 8 * J
     CHUNKS: tl.constexpr = (INNER + N - 1) // N
     index = tile // CHUNKS
@@ -152,7 +152,7 @@ def expand_swiglu_kernel(  # noqa: PLR0913
     SMALL_ROWS: tl.constexpr, ROW_N: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Expands first items of few rows, then tiles, then activates rows without an adapter."""
+    """Expand first items of few rows, then tiles, then activates rows without an adapter."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row_first = load_word(work + ROW_FIRST)

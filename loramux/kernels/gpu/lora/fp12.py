@@ -40,7 +40,7 @@ prmt.b32 $7, $11, d, 0x7362;
 
 @triton.jit
 def load_planes(at, num_columns, mask, EVICTION: tl.constexpr):
-    """Loads the words of all three planes; `at` points into the first."""
+    """Load the words of all three planes; `at` points into the first."""
     first = tl.load(at, mask=mask, other=0, eviction_policy=EVICTION)
     second = tl.load(at + num_columns, mask=mask, other=0, eviction_policy=EVICTION)
     third = tl.load(at + 2 * num_columns, mask=mask, other=0, eviction_policy=EVICTION)
@@ -86,7 +86,7 @@ def unpack_fp12(
 
 @triton.jit
 def _pairs(planes):
-    """Computes what the instructions above compute, one number at a time."""
+    """Compute what the instructions above compute, one number at a time."""
     mask: tl.constexpr = 0x87878787 - (1 << 32)
     axes = planes[0].shape
     shape: tl.constexpr = (axes[0], axes[1], axes[2], 64, 2)

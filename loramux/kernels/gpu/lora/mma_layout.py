@@ -82,7 +82,7 @@ def mma_add(total, h, b, WARPS: tl.constexpr, J: tl.constexpr):
 
 @triton.jit
 def sum_fragment_columns(x):
-    """The sum of each row of a tensor in the layout of y, the other axes reduced to 1."""
+    """Return the sum of each row of a tensor in the layout of y, the other axes reduced to 1."""
     x = tl.sum(tl.sum(x, 5, keep_dims=True), 2, keep_dims=True)
     return tl.sum(tl.sum(x, 3, keep_dims=True), 0, keep_dims=True)
 

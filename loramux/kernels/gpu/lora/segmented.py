@@ -47,7 +47,7 @@ _SHRINK_STAGES = 3
 
 
 def resolve(tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
-    """Writes items[layer, i, projection]: the step's work item i with its addresses there.
+    """Write items[layer, i, projection]: the step's work item i with its addresses there.
 
     directory int32 [layers, blocks, 4]: addresses of A and B, number of ranks
     slots int32 [slots, 8 projections, 2]: first rank block, number of rank blocks

@@ -48,7 +48,7 @@ def _load_rows_a(  # noqa: PLR0913
     tile, num_tiles, pool, items, num_items,
     IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Loads A [RANKS, K] of a tile of few rows, and its rows, H_START, slice, first rank, split."""
+    """Load A [RANKS, K] of a tile of few rows, and its rows, H_START, slice, first rank, split."""
     part, slice_index, address, shape, row_start, h_start = locate_rows_tile(
         tile, num_tiles, items, num_items, (0, 0), SLICES
     )
@@ -71,7 +71,7 @@ def _sum_rows(  # noqa: PLR0913
     loaded, x, x_stride, partials, IN: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the partial sums of few rows of one adapter, one row after another."""
+    """Compute the partial sums of few rows of one adapter, one row after another."""
     a, rows, row_start, h_start, slice_index, first_rank, split = loaded
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
     column = split * K + tl.arange(0, K)
@@ -94,7 +94,7 @@ def _sum_tile(  # noqa: PLR0913
     TILE_K: tl.constexpr, STEP_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes one split of one rank block of every slice for a tile of rows; x is read once."""
+    """Compute one split of one rank block of every slice for a tile of rows; x is read once."""
     SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
     index = tile // SPLITS
@@ -129,7 +129,7 @@ def _sum_tile(  # noqa: PLR0913
 
 @triton.jit
 def _fp12_words(pool, address):
-    """A pointer to the 32-bit words at an address of the pool."""
+    """Return a pointer to the 32-bit words at an address of the pool."""
     return pool.to(tl.pointer_type(tl.int32), bitcast=True) + address.to(tl.int64) * (ALIGN // 2)
 
 
@@ -138,7 +138,7 @@ def _load_rows_fp12(  # noqa: PLR0913
     tile, num_tiles, pool, items, num_items, gap,
     IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Loads A's words (warps, 2 octets, blocks, 128) of few rows; rows, H_START, slice, split."""
+    """Load A's words (warps, 2 octets, blocks, 128) of few rows; rows, H_START, slice, split."""
     split, slice_index, address, shape, row_start, h_start = locate_rows_tile(
         tile, num_tiles, items, num_items, gap, SLICES
     )
@@ -162,7 +162,7 @@ def _sum_rows_fp12(  # noqa: PLR0913
     loaded, x, x_stride, partials, IN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the partial sums of up to ROWS rows, a power of two; the last row is repeated."""
+    """Compute the partial sums of up to ROWS rows, a power of two; the last row is repeated."""
     planes, rows, row_start, h_start, slice_index, split = loaded
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
     COLUMNS: tl.constexpr = K // _WARPS
@@ -191,7 +191,7 @@ def _sum_tile_fp12(  # noqa: PLR0913
     TILE_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Computes one split of one rank block of every slice for a tile of rows; x is read once."""
+    """Compute one split of one rank block of every slice for a tile of rows; x is read once."""
     SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
     # A warp has one slice. With fewer slices than that every warp has all of them, and a quarter
@@ -242,7 +242,7 @@ def _load_x(  # noqa: PLR0913
     first_row, x_stride, row, rows, start, IN: tl.constexpr, STEP: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Loads columns start.. of a tile of x; float32 in the interpreter."""
+    """Load columns start.. of a tile of x; float32 in the interpreter."""
     column = start + tl.arange(0, STEP)[None, :]
     values = tl.load(
         first_row + row * x_stride + column, mask=(row < rows) & (column < IN), other=0.0
@@ -352,7 +352,9 @@ def shrink_kernel(  # noqa: PLR0913
 
 @triton.jit
 def _consecutive(num_tiles):
-    """This CTA's range of tiles; they are consecutive, since neighbours share items and rows."""
+    """Return this CTA's range of tiles; they are consecutive, since neighbours share items and
+    rows.
+    """
     begin = tl.program_id(0) * num_tiles // tl.num_programs(0)
     end = (tl.program_id(0) + 1) * num_tiles // tl.num_programs(0)
     return begin, end

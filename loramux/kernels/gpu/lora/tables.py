@@ -51,7 +51,7 @@ class LaunchShape:
         return self.expand_warps * 32 * OUTPUTS_PER_THREAD
 
     def tile_outputs(self, num_bytes: int) -> int:
-        """Outputs of an expand tile of many rows; num_bytes of an output, a thread loads 16."""
+        """Output of an expand tile of many rows; num_bytes of an output, a thread loads 16."""
         return self.expand_warps * 8 * (16 // num_bytes)
 
     def row_ranks(self, row_k: int, num_bytes: int) -> int:
@@ -152,7 +152,7 @@ def _max_splits(cuts: Iterable[SiteCut]) -> int:
 
 
 def _row_inputs(num_inputs: int, most: int) -> int:
-    """A power of two: all inputs, or a split size whose last split is nearly full."""
+    """Return a power of two: all inputs, or a split size whose last split is nearly full."""
     whole = 1 << (num_inputs - 1).bit_length()
     if whole <= most:
         return whole
@@ -161,7 +161,7 @@ def _row_inputs(num_inputs: int, most: int) -> int:
 
 
 def _tile_inputs(num_inputs: int, least: int) -> int:
-    """A power of two that makes no more splits than an expand should reduce."""
+    """Return a power of two that makes no more splits than an expand should reduce."""
     return max(least, 1 << (-(-num_inputs // _MAX_TILE_SPLITS) - 1).bit_length())
 
 

@@ -43,7 +43,7 @@ RANGE_WORDS: tl.constexpr = tl.constexpr(work_list.RANGE_WORDS)
 
 @triton.jit
 def load_word(at, live=True):
-    """Loads a word of the tables; it should outlive the weights in the L2 cache."""
+    """Load a word of the tables; it should outlive the weights in the L2 cache."""
     return tl.load(at, mask=live, other=0, eviction_policy="evict_last")
 
 
@@ -61,7 +61,7 @@ def num_rows(shape):
 
 @triton.jit
 def load_block(item):
-    """Loads a rank block: (offset of B in the pool, ranks, H_START, weight).
+    """Load a rank block: (offset of B in the pool, ranks, H_START, weight).
 
     H_START is the item's first row of h, or its rank block of augmented weights. All words of an
     item are requested before any of them is used.
@@ -73,7 +73,7 @@ def load_block(item):
 
 @triton.jit
 def load_next_range(item):
-    """Loads the range (start, stop) of the next rank blocks of a first item's rows.
+    """Load the range (start, stop) of the next rank blocks of a first item's rows.
 
     Call it in the iteration that uses it: Triton 3.6 drops a loop-carried value that only the
     bounds of an inner loop use, and goes on with the value of the first iteration.
@@ -84,7 +84,7 @@ def load_next_range(item):
 
 @triton.jit
 def load_first_item(item):
-    """Loads a first item: its rank block, its number of rows, and its first row."""
+    """Load a first item: its rank block, its number of rows, and its first row."""
     block = load_block(item)
     rows = num_rows(load_word(item + NUM_ROWS))
     return block, rows, load_word(item + ROW_START).to(tl.int64)
@@ -100,7 +100,7 @@ def is_site_used(work, item_start, num_slices):
 
 @triton.jit
 def skip_gap(index, gap):
-    """The position of the index-th item in a range with a gap (start, length)."""
+    """Return the position of the index-th item in a range with a gap (start, length)."""
     return index + tl.where(index >= gap[0], gap[1], 0)
 
 
@@ -130,7 +130,7 @@ def locate_rows_tile(tile, num_tiles, items, num_items, gap, SLICES: tl.constexp
 
 @triton.jit
 def tile_of_wave(wave):
-    """This CTA's tile in a wave; the direction alternates from wave to wave.
+    """Return this CTA's tile in a wave; the direction alternates from wave to wave.
 
     The longest tiles come first in the list, so that all CTAs get about the same work.
     """
@@ -141,7 +141,7 @@ def tile_of_wave(wave):
 
 @triton.jit
 def rank_after_waves(num_tiles):
-    """This CTA's rank for the next phase after num_tiles were assigned by tile_of_wave."""
+    """Return this CTA's rank for the next phase after num_tiles were assigned by tile_of_wave."""
     programs = tl.num_programs(0)
     program = tl.program_id(0)
     return tl.where(tl.cdiv(num_tiles, programs) % 2 == 0, program, programs - 1 - program)
@@ -149,6 +149,8 @@ def rank_after_waves(num_tiles):
 
 @triton.jit
 def rank_after(rank, num_tiles):
-    """This CTA's rank for the next phase after num_tiles were assigned round robin by rank."""
+    """Return this CTA's rank for the next phase after num_tiles were assigned round
+    robin by rank.
+    """
     programs = tl.num_programs(0)
     return (rank + programs - num_tiles % programs) % programs

@@ -233,7 +233,7 @@ def build_work_list(
     out: Ints,
     augmented_blocks: Ints | None = None,
 ) -> int:
-    """Fills out, which has limits.num_words; returns how many words are used.
+    """Fill out, which has limits.num_words; return how many words are used.
 
     Rows that no adapter changes (slot BASE, or adapters without rank blocks) become base tiles.
     augmented_blocks[slot, i]: for kernels that read h from the base GEMM, the block of augmented
@@ -309,7 +309,7 @@ def _base_tiles(tiles: RowTiles, num_blocks: Ints) -> Ints:
 
 
 def map_rows(limits: WorkLimits, out: Ints) -> None:
-    """Appends the index of each row's first item to a list that contains every row."""
+    """Append the index of each row's first item to a list that contains every row."""
     num_first = int(out[ROW_FIRST] + out[TILE_FIRST])
     first = out[HEADER_WORDS:].reshape(-1)[: num_first * ITEM_WORDS].reshape(-1, ITEM_WORDS)
     rows = np.repeat(np.arange(num_first, dtype=np.int32), first[:, NUM_ROWS])

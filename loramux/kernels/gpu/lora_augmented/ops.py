@@ -48,7 +48,7 @@ def copy_block(  # noqa: PLR0913
     rank_block: tuple[int, int],
     block: int,
 ) -> None:
-    """Copies A of one rank block (slot, index) to block `block` of every augmented weight.
+    """Copy A of one rank block (slot, index) to block `block` of every augmented weight.
 
     Projections that the adapter does not change are cleared.   pool [pages, elements]
     directory int32 [layers, blocks, 4]   slots int32 [slots, 8 projections, 2]
@@ -207,7 +207,7 @@ def _copy_block(  # noqa: PLR0913
     pool, directory, slots, offsets, shapes, directory_stride, slot, index, block,
     BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Copies or clears one row of one projection of one layer per CTA."""
+    """Copy or clear one row of one projection of one layer per CTA."""
     rank = tl.program_id(0)
     address, ranks, num_inputs, num_slices, offset = _locate_copy(
         directory, slots, offsets, shapes, directory_stride, slot, index, ALIGNMENT

@@ -90,7 +90,7 @@ def store_halves(  # noqa: PLR0913
     low, high, at, inside, slice_index, storage_ptr, slot, page_stride, layer_start, column,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the halves of a head: queries at `at`, keys and values in KV pages.
+    """Store the halves of a head: queries at `at`, keys and values in KV pages.
 
     column: of the first half, in the slice
     """
@@ -112,7 +112,7 @@ def _store_normed(  # noqa: PLR0913
     x, total, residual_at, out_at, weight, after_ptr, column, inside, eps, after_eps,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds x to the residual of one row and stores it and its norm; x, total float32."""
+    """Add x to the residual of one row and store it and its norm; x, total float32."""
     if after_ptr is not None:
         after = tl.load(after_ptr + column, mask=column < SIZE, other=0.0)
         x = scaled(x, after, after_eps, SIZE)

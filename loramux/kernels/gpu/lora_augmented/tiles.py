@@ -46,7 +46,7 @@ def _expand_rows(  # noqa: PLR0913
     out_stride, start, SIZE: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Expands 16 rows of a tile, from its row `offset` on."""
+    """Expand 16 rows of a tile, from its row `offset` on."""
     block, rows, row_start = first_item
     rows -= offset
     row_start += offset
@@ -103,7 +103,7 @@ def expand_kernel(  # noqa: PLR0913
     SIZE: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr, SPLITS: tl.constexpr,
     LOOPS: tl.constexpr, EARLY_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes y + h @ B; without split-K in place, and unchanged rows are not written."""
+    """Write y + h @ B; without split-K in place, and unchanged rows are not written."""
     begin = tl.program_id(1)
     step = tl.num_programs(1)
     items += item_start
@@ -129,7 +129,7 @@ def _activate_rows(  # noqa: PLR0913
     start, INNER: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
     HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Expands and activates 16 rows of a tile, from its row `offset` on."""
+    """Expand and activates 16 rows of a tile, from its row `offset` on."""
     rows = of_gate[1] - offset
     row_start = of_gate[2] + offset
     row = fragment_rows()
@@ -229,7 +229,9 @@ def activate_tiles_kernel(  # noqa: PLR0913
 
 @triton.jit
 def _norm_halves(low, high, at, eps, inside, HEAD_DIM: tl.constexpr):
-    """The halves of a head, normed; `at` points to the weights of the first half's columns."""
+    """Return the halves of a head, normed; `at` points to the weights of the first
+    half's columns.
+    """
     inverse = inverse_rms(sum_fragment_columns(low * low + high * high), eps, HEAD_DIM)
     low *= inverse * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high *= inverse * tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)

@@ -81,7 +81,7 @@ def options_of(method: str, *, density: float = DENSITY, **more: Any) -> Combina
 def combine_with_peft(
     scene: Scene, names: Sequence[str], weights: Sequence[float], options: CombinationOptions
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns A and B of each module; PEFT's scale of the result is not applied.
+    """Return A and B of each module; PEFT's scale of the result is not applied.
 
     A faulty copy of `use_rslora` makes that scale other than 1.
     """
@@ -125,7 +125,7 @@ def combine_here(
     options: CombinationOptions,
     folder: Path,
 ) -> CheckedAdapter:
-    """Writes the combination and reads it back as the engine does."""
+    """Write the combination and read it back as the engine does."""
     adapters = {scene.adapters[name].cid: scene.adapters[name] for name in names}
     recipe = make_recipe(list(adapters), weights, options)
     folder.mkdir()
@@ -148,7 +148,7 @@ def assert_same_deltas(
 
 @pytest.fixture
 def same_masks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gives PEFT the masks of loramux in the order in which PEFT draws them."""
+    """Give PEFT the masks of loramux in the order in which PEFT draws them."""
 
     def use(names: Sequence[str], tensors: Sequence[str], density: float = DENSITY) -> None:
         def masks() -> Iterator[tuple[bytes, int]]:
@@ -243,7 +243,7 @@ def test_peft_loads_the_result(scene: Scene, tmp_path: Path) -> None:
 
 
 def logits_with(model: torch.nn.Module, deltas: Deltas, tokens: tuple[int, ...]) -> torch.Tensor:
-    """The logits of the base with PEFT's result added to its weights."""
+    """Return the logits of the base with PEFT's result added to its weights."""
     changed = copy.deepcopy(model)
     for path, (a, b) in deltas.items():
         weight: torch.Tensor = changed.get_submodule(path).weight

@@ -52,7 +52,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def hub_folder(cache: Path, blobs: str = "blobs") -> Path:
-    """Makes a folder like huggingface_hub's snapshot_download."""
+    """Make a folder like huggingface_hub's snapshot_download."""
     model = cache / "models--owner--lora"
     folder = model / "snapshots" / "0123abcd"
     folder.mkdir(parents=True)

@@ -214,7 +214,7 @@ def trained(name: str) -> Path:
 
 
 def change(source: Path, folder: Path, name: str, edit: Any) -> Path:
-    """Copies an adapter with one tensor edited in place."""
+    """Copy an adapter with one tensor edited in place."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     tensors = load_file(source / WEIGHTS)
     edit(tensors[name])

@@ -72,7 +72,7 @@ def refusal_of(header: bytes, data_bytes: int) -> str:
 
 
 def read_file(content: bytes) -> None:
-    """Reads a file like read_adapter; a refusal is accepted."""
+    """Read a file like read_adapter; a refusal is accepted."""
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), None, content)
         with open_weights(Path(folder)) as weights:

@@ -19,7 +19,7 @@ GIBIBYTE = 2**30
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An adapter of 3 GiB that takes some KiB of the disk."""
+    """Return an adapter of 3 GiB that takes some KiB of the disk."""
     made = tmp_path / "sparse"
     made.mkdir()
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}

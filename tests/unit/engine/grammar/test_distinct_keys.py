@@ -46,7 +46,7 @@ EOS = 0
 
 
 def _spelled(text: bytes) -> str:
-    """A text of bytes in the letters of a byte-level vocabulary."""
+    """Return a text of bytes in the letters of a byte-level vocabulary."""
     return "".join(BYTE_LETTERS[byte] for byte in text)
 
 
@@ -91,7 +91,7 @@ def constraint_of(tables: Tables, grammar: Grammar) -> Constraint:
 
 
 def allowed(tables: Tables, constraint: Constraint) -> list[int]:
-    """The tokens that may follow, by the mask that a step computes."""
+    """Return the tokens that may follow, by the mask that a step computes."""
     assert constraint.matcher is not None
     words = np.frombuffer(constraint.matcher.compute_bitmask(), dtype=np.int32).copy()
     constraint.restrict(words, [])
@@ -101,7 +101,7 @@ def allowed(tables: Tables, constraint: Constraint) -> list[int]:
 
 
 def takes(tables: Tables, grammar: Grammar, text: str) -> str:
-    """The part of a text that may be written, a byte at a time."""
+    """Return the part of a text that may be written, a byte at a time."""
     constraint, texts = constraint_of(tables, grammar), tables.texts
     for position, byte in enumerate(text.encode()):
         token = texts.spell(bytes([byte]))
@@ -116,7 +116,7 @@ LIKELY = set(b'"ab,:{}[]1\\u06')
 
 
 def walk(tables: Tables, grammar: Grammar, draw: random.Random, num_tokens: int = 60) -> str | None:
-    """A random answer that tries to repeat keys; None if it did not end."""
+    """Return a random answer that tries to repeat keys; None if it did not end."""
     constraint, texts = constraint_of(tables, grammar), tables.texts.texts
     written = b""
     for step in range(4 * num_tokens):
@@ -144,7 +144,7 @@ def distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of objects whose keys are free, bound by patterns, or declared."""
+    """Return a schema of objects whose keys are free, bound by patterns, or declared."""
     if depth == 2 or (depth and draw.random() < 0.4):
         return {"type": draw.choice(["integer", "string", "null", "boolean"])}
     inner = [random_schema(draw, depth + 1) for _ in range(3)]

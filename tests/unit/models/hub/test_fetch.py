@@ -210,7 +210,7 @@ def test_a_connection_that_breaks_is_resumed_within_the_run(hub: HubServer) -> N
 
 
 def break_off(hub: HubServer) -> None:
-    """Ends a run after 1000 bytes of the weights."""
+    """End a run after 1000 bytes of the weights."""
     hub.storage.faults += [Fault(cut_at=1000), Fault(answer=Answer(status=502))]
     with pytest.raises(ModelNotFetched, match="resumes"):
         fetch("acme/base")

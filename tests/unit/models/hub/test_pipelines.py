@@ -65,7 +65,7 @@ def repositories(hub: HubServer) -> None:
 
 
 def header(*names: str) -> bytes:
-    """A .safetensors file that has tensors of these names and no values."""
+    """Return a .safetensors file that has tensors of these names and no values."""
     entries = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text

@@ -118,7 +118,7 @@ def grammar_of(
 
 
 def parse(family: Family, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
-    """The text and the calls that pieces of this size make."""
+    """Return the text and the calls that pieces of this size make."""
     parser = CallParser(family)
     pieces = [p for i in range(0, len(text), size) for p in parser.push(text[i : i + size])]
     said, calls = "", []
@@ -182,7 +182,7 @@ def test_neither_unknown_names_nor_undeclared_arguments_are_possible(
 
 
 def random_answer(codec: Codec, grammar: Grammar, draw: random.Random) -> str | None:
-    """Returns an answer of random allowed tokens; None if it does not end."""
+    """Return an answer of random allowed tokens; None if it does not end."""
     matcher, tokens = codec.tables.compile(grammar), []
     for _ in range(400):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")

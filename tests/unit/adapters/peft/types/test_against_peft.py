@@ -186,7 +186,9 @@ def test_logits_are_those_of_peft(tmp_path: Path, case: str) -> None:
 
 
 def check_shapes(found: InspectedAdapter, parts: AdapterParts) -> None:
-    """The parts have the shapes that the header told, and every tensor of the file is used."""
+    """Check that the parts have the shapes that the header told, and every tensor of the file is
+    used.
+    """
     assert [(e.key, tuple(e.values.shape)) for e in parts.extras] == [
         (spec.key, (spec.num_rows, spec.width)) for spec in found.extras
     ]
