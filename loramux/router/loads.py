@@ -151,9 +151,7 @@ class Loads:
         changing = await self._reconciler.write(changing, if_revision=revision)
         change = _Change(changing)
         try:
-            answers = await asyncio.gather(
-                *(self._load_one(change, one, is_in_place=before.is_there) for one in replicas)
-            )
+            answers = await asyncio.gather(*(self._load_one(change, one) for one in replicas))
         except BaseException:
             await self._undo(change.adapter, replicas)
             raise
@@ -177,10 +175,10 @@ class Loads:
             await self._reconciler.settled()
         return answers[0]
 
-    async def _load_one(self, change: _Change, replica: Replica, *, is_in_place: bool) -> Whole:
+    async def _load_one(self, change: _Change, replica: Replica) -> Whole:
         """Load on one server, and record the content as soon as the first has told it."""
         one = change.adapter
-        told = await self._reconciler.load(replica, one.name, one.source, in_place=is_in_place)
+        told = await self._reconciler.load(replica, one.name, one.source)
         if told.status != 200:
             return told
         cid = await self._reconciler.cid_of(replica, one.name) or ""

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -222,8 +223,8 @@ class Reconciler:
         )  # fmt: skip
         return await self._relay.ask(asked, replica, limit_s=limit_s)
 
-    async def load(self, replica: Replica, name: str, source: str, *, in_place: bool) -> Whole:
-        body = {"lora_name": name, "lora_path": source, "load_inplace": in_place}
+    async def load(self, replica: Replica, name: str, source: str) -> Whole:
+        body = _load_body(name, source)
         async with self._held(replica, name):
             return await self._change(replica, LOAD, name, body)
 
@@ -314,9 +315,7 @@ class Reconciler:
         differing = [one for one in settled if one.name in kept.doubts or not _is_met(one, actual)]
         # Requests for the others may go there from now on.
         replica.lacking = wanted & frozenset(one.name for one in differing) | kept.doubts
-        results = await asyncio.gather(
-            *(self._apply(replica, one, places, is_there=one.name in actual) for one in differing)
-        )
+        results = await asyncio.gather(*(self._apply(replica, one, places) for one in differing))
         problems = {
             one.name: problem
             for one, problem in zip(differing, results, strict=True)
@@ -326,7 +325,7 @@ class Reconciler:
         return not problems
 
     async def _apply(
-        self, replica: Replica, one: DesiredAdapter, places: asyncio.Semaphore, *, is_there: bool
+        self, replica: Replica, one: DesiredAdapter, places: asyncio.Semaphore
     ) -> str | None:
         """Load or unload an adapter; returns the problem."""
         unload = {"lora_name": one.name}
@@ -337,7 +336,7 @@ class Reconciler:
             if one.state is DesiredState.GONE:
                 told = await self._change(replica, UNLOAD, one.name, unload)
                 return None if told.status in (200, 404) else _reason(told)
-            body = {**unload, "lora_path": one.source, "load_inplace": is_there}
+            body = _load_body(one.name, one.source)
             told = await self._change(replica, LOAD, one.name, body)
             if told.status != 200:
                 return _reason(told)
@@ -386,6 +385,11 @@ class Reconciler:
             kept = self._kept.pop(name)
             if kept.task is not None:
                 kept.task.cancel()
+
+
+def _load_body(name: str, source: str) -> dict[str, Any]:
+    # In place: the name may be there by a load that arrived late.
+    return {"lora_name": name, "lora_path": source, "load_inplace": True}
 
 
 def undone(one: DesiredAdapter) -> DesiredAdapter:
