@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +12,13 @@ import httpx2
 
 from loramux.client import wire
 from loramux.client.errors import Retryable
+from loramux.client.push import (
+    PushedAdapter,
+    VersionInfo,
+    of_peft,
+    push_call,
+    version_call,
+)
 from loramux.client.replies import (
     AdapterInfo,
     AdapterList,
@@ -135,6 +142,31 @@ class Client:
         """Load the adapter and use it once, so that later requests do not wait for it."""
         return wire.decode(self._send(wire.warm_call(name)), AdapterInfo)
 
+    def push(
+        self, tensors: Mapping[str, Any], config: Any, name: str, *, version: int | None = None
+    ) -> PushedAdapter:
+        """Serve these tensors under a name from the next request on; on errors the old ones stay.
+
+        `config`: of PEFT, or the fields of adapter_config.json. `version`: the step of the trainer,
+        which must rise; default: the next one.
+        """
+        call = push_call(name, tensors, config, version=version)
+        return wire.decode(self._send(call), PushedAdapter)
+
+    def push_peft(
+        self, model: Any, name: str, *, adapter: str | None = None, version: int | None = None
+    ) -> PushedAdapter:
+        """Serve an adapter of a PEFT model, default the active one, under a name."""
+        tensors, config = of_peft(model, adapter)
+        return self.push(tensors, config, name, version=version)
+
+    def version(
+        self, name: str, *, min_version: int | None = None, timeout_s: float = 30
+    ) -> VersionInfo:
+        """Return content id and version of a name; waits for `min_version`."""
+        call = version_call(name, min_version, timeout_s)
+        return wire.decode(self._send(call), VersionInfo)
+
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Return the servers of a router; a server by itself has no such route."""
         return wire.decode(self._send(wire.get("/v1/replicas")), ReplicaList).data
@@ -203,4 +235,6 @@ class Client:
         raise wire.error_of(response)
 
     def _request(self, call: Call) -> httpx2.Request:
-        return self._http.build_request(call.method, call.path, content=call.body)
+        return self._http.build_request(
+            call.method, call.path, content=call.body, headers=dict(call.headers)
+        )

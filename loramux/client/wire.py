@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -65,6 +66,7 @@ class Call:
     path: str
     body: bytes | None = None
     num_choices: int = 1
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def get(path: str) -> Call:
@@ -74,6 +76,20 @@ def get(path: str) -> Call:
 def post(path: str, fields: Mapping[str, Any], *, num_choices: int = 1) -> Call:
     body = msgspec.json.encode(fields)
     return Call(method="POST", path=path, body=body, num_choices=num_choices)
+
+
+def multipart(files: Mapping[str, bytes]) -> tuple[bytes, str]:
+    """Return the body of a form of files, and its content type."""
+    boundary = uuid.uuid4().hex
+    parts = [
+        f'--{boundary}\r\ncontent-disposition: form-data; name="{name}"; filename="{name}"'
+        "\r\n\r\n".encode()
+        + content
+        + b"\r\n"
+        for name, content in files.items()
+    ]
+    end = f"--{boundary}--\r\n".encode()
+    return b"".join([*parts, end]), f"multipart/form-data; boundary={boundary}"
 
 
 def chat_call(

@@ -198,6 +198,10 @@ class RouterApp:
             await (await self._loads.answer(asked)).send(send)
         elif self._lists.handles(asked):
             await (await self._lists.answer(asked)).send(send)
+        elif asked.method == "POST" and asked.path.endswith(":push"):
+            # On one replica, the others would answer with the version before.
+            text = "A router takes no pushes: push to each server, or load from a shared folder."
+            await error_answer(501, text).send(send)
         elif self._roll_out.handles(asked):
             await (await self._roll_out.answer(asked)).send(send)
         else:

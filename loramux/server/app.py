@@ -66,6 +66,7 @@ from loramux.server.routes.models import model_routes
 from loramux.server.routes.openai import chat_routes, completion_routes
 from loramux.server.routes.page import page_routes
 from loramux.server.routes.plans import plan_routes
+from loramux.server.routes.pushes import push_routes
 from loramux.server.routes.receipts import receipt_routes
 from loramux.server.routes.registry import registry_routes
 from loramux.server.routes.run import run_routes
@@ -93,6 +94,8 @@ SHARED_ROUTES = (
     account_routes,
     key_routes,
     runtime_lora_routes,
+    # Before the routes of any name, whose paths would match theirs.
+    push_routes,
     adapter_routes,
     # After /pin: the DELETE of a name would also match its path.
     registry_routes,

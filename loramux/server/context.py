@@ -23,6 +23,7 @@ from loramux.server.naming.folder import AdapterFolder
 from loramux.server.naming.locks import NameLocks
 from loramux.server.naming.names import AdapterNames, Selected
 from loramux.server.naming.pins import Pins
+from loramux.server.naming.pushed_folders import PushedFolders
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.server.naming.sources import AdapterSources
 from loramux.server.naming.view import View
@@ -125,6 +126,8 @@ class HostContext:
     """Loads and unloads of the same name run one after another."""
     folder: AdapterFolder | None = None
     """The watched folder of adapters."""
+    pushes: PushedFolders = field(default_factory=PushedFolders)
+    """The files of adapters that were pushed."""
     pins: Pins = field(default_factory=Pins)
     """The adapters that tenants and keys have pinned."""
     others: tuple[HostContext, ...] = ()

@@ -70,6 +70,8 @@ _SHARED: Mapping[str, Access] = {
     "POST /v1/adapters/{name:path}/pin": ADMIN,
     "DELETE /v1/adapters/{name:path}/pin": ADMIN,
     "POST /v1/adapters/{name:path}/warm": PUSH,
+    "POST /v1/adapters/{name:path}:push": OPERATOR,
+    "GET /v1/adapters/{name:path}/version": ANY,
     "POST /v1/load_lora_adapter": OPERATOR,
     "POST /v1/unload_lora_adapter": OPERATOR,
     "DELETE /v1/unload_lora_adapter": OPERATOR,

@@ -35,7 +35,7 @@ def parse_form(body: bytes, content_type: str) -> Form:
             f"Send the files as {MULTIPART}, or as base64 in JSON, not '{content_type[:200]}'."
         )
     form = Form()
-    for part in _parts(body, _boundary(content_type)):
+    for part in _parts(body, boundary_of(content_type)):
         name, is_file, content = _content(part)
         if is_file:
             form.files.setdefault(name, []).append(content)
@@ -44,7 +44,7 @@ def parse_form(body: bytes, content_type: str) -> Form:
     return form
 
 
-def _boundary(content_type: str) -> bytes:
+def boundary_of(content_type: str) -> bytes:
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_param("boundary")

@@ -30,10 +30,12 @@ from loramux.server.errors import NotJson
 from loramux.server.http.body import json_response, read_body
 from loramux.server.http.call import Call
 from loramux.server.http.routes import Route, Routes
+from loramux.server.live.in_use import forget_unloaded
 from loramux.server.live.warming import warm_up
 from loramux.server.naming.local_sources import check_size, local_folder
 from loramux.sources.parse import is_remote
 from loramux.sources.source_id import SourceKind
+from loramux.types.adapter import AdapterCard
 from loramux.types.hub_id import parse_hub_id
 
 _log = logging.getLogger(__name__)
@@ -124,6 +126,44 @@ async def _load(context: HostContext, asked: LoadRequest) -> str:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
     if asked.is_3d_lora_weight:
         raise _invalid("is_3d_lora_weight is not supported by this server: leave it out.")
+    await check_name(context, name)
+    given = context.host_with(name).names.find(name)
+    if given is not None and given.state != "failed" and not asked.load_inplace:
+        raise _invalid(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
+            "in place, set 'load_inplace' to True."
+        )
+    try:
+        source = await _source(context, asked.lora_path)
+        folder = await _folder(context, source)
+        is_real = bool(context.options.allowed_roots) and not is_remote(source)
+        card = await load_folder(context, name, folder, is_real=is_real)
+    except (AdapterNotFound, SourceNotFound) as error:
+        raise _not_found(name) from error
+    except AdapterRefused as error:
+        raise _refused(asked, error) from error
+    return card.cid
+
+
+async def load_folder(
+    context: HostContext, name: str, folder: str, *, is_real: bool
+) -> AdapterCard:
+    """Give a checked name to the adapter of a folder, once its weights have been read.
+
+    Raises AdapterRefused, and VllmError where another model has the name.
+    """
+    holder = context.host_with(name)
+    host = await _host_for(context, folder)
+    if holder.names.find(name) is not None and host is not holder:
+        raise _invalid(f"The name '{name}' is given to an adapter of another model.")
+    host.require_ready()
+    return await host.names.load(
+        name, folder, is_real=is_real, check=lambda card: _read_weights(host, card.cid)
+    )
+
+
+async def check_name(context: HostContext, name: str) -> None:
+    """Raise VllmError for a name that no loaded adapter may have."""
     is_plain = name.isprintable() and name == name.strip() and not {",", "@"} & {*name}
     if len(name) > MAX_NAME_CHARACTERS or not is_plain:
         raise _invalid(
@@ -138,29 +178,6 @@ async def _load(context: HostContext, asked: LoadRequest) -> str:
         raise _invalid(
             f"The name '{name}' is the base model's or a content id. Choose another one."
         )
-    holder = context.host_with(name)
-    given = holder.names.find(name)
-    if given is not None and given.state != "failed" and not asked.load_inplace:
-        raise _invalid(
-            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
-            "in place, set 'load_inplace' to True."
-        )
-    try:
-        source = await _source(context, asked.lora_path)
-        folder = await _folder(context, source)
-        host = await _host_for(context, folder)
-        if given is not None and host is not holder:
-            raise _invalid(f"The name '{name}' is given to an adapter of another model.")
-        host.require_ready()
-        is_real = bool(context.options.allowed_roots) and not is_remote(source)
-        card = await host.names.load(
-            name, folder, is_real=is_real, check=lambda card: _read_weights(host, card.cid)
-        )
-    except (AdapterNotFound, SourceNotFound) as error:
-        raise _not_found(name) from error
-    except AdapterRefused as error:
-        raise _refused(asked, error) from error
-    return card.cid
 
 
 async def _host_for(context: HostContext, place: str) -> HostContext:
@@ -231,6 +248,7 @@ async def _unload(context: HostContext, name: str) -> None:
     if names.find(name) is None:
         raise VllmError(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
     await names.unload(name)
+    forget_unloaded(context)
 
 
 def _invalid(message: str) -> VllmError:

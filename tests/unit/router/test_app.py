@@ -345,3 +345,14 @@ def test_a_bare_name_is_one_of_the_tenant_that_the_header_of_the_servers_names()
 def test_the_adapter_of_every_api_is_found(body: Any, name: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     assert adapter_name(content, []) == name
+
+
+def test_a_push_is_refused_because_it_would_reach_one_replica() -> None:
+    async def work() -> None:
+        replicas, _ = fleet()
+        async with running_router(*replicas) as app:
+            reply = await ask(app, "/v1/adapters/policy:push", b"weights")
+            assert reply.status == 501 and "each server" in reply.json["error"]["message"]
+            assert not any(replica.requests for replica in replicas)
+
+    run(work())

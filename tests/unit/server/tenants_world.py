@@ -140,6 +140,7 @@ BODIES: Mapping[str, Body] = {
     "POST /v1/adapters/{name:path}/rollback": lambda name: {},
     "POST /v1/adapters/{name:path}/split": lambda name: {"weights": {"1.0.0": 1, "1.1.0": 1}},
     "POST /v1/adapters/plan": lambda name: {"adapters": 1, "like": [name]},
+    "POST /v1/adapters/{name:path}:push": lambda name: {"shm": name},
     "POST /v1/load_lora_adapter": LOAD,
     "POST /v1/unload_lora_adapter": LOAD,
     "DELETE /v1/unload_lora_adapter": LOAD,
