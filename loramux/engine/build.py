@@ -108,6 +108,11 @@ def build_engine(
     """
     pooling = _pooling(model, config)
     base, folded = _compared_base(model, config)
+    if config.wants_device_kernels:
+        # Before free memory is measured: the appended rows are part of the weights.
+        _augment(model.decoder, config=config)
+    # Before the executor wraps the linears.
+    base_weights = DecoderWeights(model.decoder, lambda: model.reading.result())
     executor: CpuRunner | GpuRunner
     if config.wants_device_kernels:
         executor = _gpu_executor(model, config, base, progress)
@@ -118,7 +123,7 @@ def build_engine(
         packing=_packing(base, executor, config),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
-        base_weights=DecoderWeights(model.decoder, lambda: model.reading.result()),
+        base_weights=base_weights,
         max_bytes=executor.pool_bytes,
         folded=folded,
     )
@@ -199,8 +204,6 @@ def _gpu_executor(
     from loramux.engine import build_device
     from loramux.runner.gpu_runner import BatchLimits
 
-    # Before free memory is measured: the appended rows are part of the weights.
-    _augment(model.decoder, config=config)
     kv = _kv_layout(model, config, base)
     executors = build_device.GpuExecutors(
         model=model,

@@ -62,7 +62,9 @@ def engine_of(scene: Scene, **settings: Any) -> Engine:
     )
 
 
-@pytest.mark.parametrize("reference", [True, False], ids=["reference", "compiled"])
+@pytest.mark.parametrize(
+    "reference", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["reference", "compiled"]
+)
 def test_adapters_of_all_kinds_equal_peft_over_the_dequantised_base(
     reference: bool, scene: Scene
 ) -> None:
@@ -75,7 +77,7 @@ def test_adapters_of_all_kinds_equal_peft_over_the_dequantised_base(
 
 def test_sums_beside_other_rows(scene: Scene) -> None:
     """The sum of two adapters differs from the base by the sum of what each changes alone."""
-    engine = engine_of(scene)
+    engine = engine_of(scene, reference_kernels=True)
     found = scene.selections(engine)
     (first, _), (second, _) = found["attention"][0], found["mlp"][0]
     weights = dict.fromkeys((first, second), 0.5)
