@@ -134,6 +134,10 @@ class EngineStats:
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hit_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
+    draft_tokens: Mapping[str, int] = field(default_factory=dict)
+    """CID -> verified drafts of its requests; "": the base, and adapters beyond a bound."""
+    accepted_draft_tokens: Mapping[str, int] = field(default_factory=dict)
+    """The drafts of draft_tokens that the model sampled too."""
     step_loss_s: Mapping[str, int] = field(default_factory=dict)
     """Histogram of step time lost to adapter loads: upper bound in seconds, ascending, "+Inf"
     last -> number of steps in this bucket (not cumulative)."""

@@ -115,7 +115,6 @@ VLLM_FLAGS: dict[str, Fate] = {
     "--download-dir": Refused("Set HF_HOME, the cache of the hub."),
     "--allow-credentials": Refused("Pages of other origins send no cookies here: leave it out."),
     "--enable-expert-parallel": _PARALLEL,
-    "--speculative-config": Refused("Speculative decoding is not supported: leave it out."),
 }
 
 

@@ -19,6 +19,7 @@ from loramux.config.fields import (
     one_of,
     setting,
 )
+from loramux.config.speculative import SpeculativeConfig, parse_speculative_config
 from loramux.errors import InvalidRequest
 
 EvictionName = Literal["cost", "lru"]
@@ -275,6 +276,15 @@ class EngineConfig:
         "and adapters that are above their share.",
         limit=NOT_NEGATIVE_SECONDS,
     )
+    speculative_config: str | None = setting(
+        None,
+        Kind.TEXT,
+        MEMORY,
+        "Speculative decoding as vLLM's JSON, such as "
+        '\'{"method": "ngram", "num_speculative_tokens": 8}\': drafts are looked up in the prompt '
+        "and the answer, and change no answer. Default: no drafts.",
+        metavar="JSON",
+    )
     max_model_len: int | None = setting(
         None,
         Kind.COUNT,
@@ -310,12 +320,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        self.speculative  # noqa: B018  (raises for a value that cannot be used)
         if self.merge != "off" and self.is_gpu:
             raise InvalidRequest(
                 f"merge={self.merge!r} works on a CPU only: GPU kernels read adapters from their "
                 "pages, and merging gains nothing. Set merge to off.",
                 param="merge",
             )
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        text = self.speculative_config
+        return None if text is None else parse_speculative_config(text)
 
     @property
     def is_gpu(self) -> bool:

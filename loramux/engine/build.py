@@ -39,6 +39,7 @@ from loramux.models.locate import locate_model
 from loramux.models.packed_linear import pack_linears
 from loramux.models.pooling import read_pooling
 from loramux.runner.cpu_runner import CpuRunner, LaterKernels
+from loramux.scheduler.prompt_lookup import PromptLookup
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types.kv import KVLayout
 from loramux.types.model import BaseModelInfo
@@ -135,6 +136,7 @@ def build_engine(
         reclaimer=memory.reclaimer,
         adapters=memory.residency,
         prefixes=memory.prefixes,
+        drafts=None if config.speculative is None else PromptLookup(config.speculative),
     )
     return Engine(
         scheduler=scheduler,

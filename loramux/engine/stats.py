@@ -13,6 +13,7 @@ def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
     memory = engine.memory
     device = memory.costs.device
     prefixes = memory.prefixes
+    drafts = engine.scheduler.drafts
     return EngineStats(
         num_running=engine.scheduler.num_running,
         num_waiting=engine.scheduler.num_waiting,
@@ -32,6 +33,8 @@ def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
         tiers=tier_stats(engine),
         prefix_query_tokens=0 if prefixes is None else prefixes.num_query_tokens,
         prefix_hit_tokens=0 if prefixes is None else prefixes.num_hit_tokens,
+        draft_tokens={} if drafts is None else drafts.num_drafts,
+        accepted_draft_tokens={} if drafts is None else drafts.num_accepted,
         step_loss_s=_losses(memory.stalls.counts),
         step_loss_sum_s=memory.stalls.total_s,
         waiting_tokens=engine.scheduler.waiting_tokens(),

@@ -70,6 +70,7 @@ class EngineCollector(Collector):
                 self._backend, names, self._asked, max_resident=self._max_resident()
             )
         yield _resident(stats, names)
+        yield from _drafts(stats, names)
         yield from _tier_metrics(stats.tiers, name)
         yield _step_loss(stats, name)
 
@@ -125,6 +126,16 @@ def _counters(stats: EngineStats, num_restarts: int) -> list[tuple[str, str, int
             "The older name of vllm:prefix_cache_hits.",
             stats.prefix_hit_tokens,
         ),
+        (
+            "vllm:spec_decode_num_draft_tokens",
+            "Drafts that were verified.",
+            sum(stats.draft_tokens.values()),
+        ),
+        (
+            "vllm:spec_decode_num_accepted_tokens",
+            "Drafts that the model sampled too.",
+            sum(stats.accepted_draft_tokens.values()),
+        ),
         ("loramux:engine_steps", "Batches computed.", stats.num_steps),
         ("loramux:engine_restarts", "Restarts after the engine died or hung.", num_restarts),
     ]
@@ -151,6 +162,22 @@ def _resident(stats: EngineStats, names: Mapping[str, list[str]]) -> Metric:
         for name in names.get(cid, ()):
             resident.add_metric([name], 1)
     return resident
+
+
+def _drafts(stats: EngineStats, names: Mapping[str, list[str]]) -> Iterator[Metric]:
+    for title, text, numbers in (
+        ("draft_tokens", "Verified drafts of an adapter's requests.", stats.draft_tokens),
+        (
+            "accepted_draft_tokens",
+            "Drafts of an adapter's requests that the model sampled too.",
+            stats.accepted_draft_tokens,
+        ),
+    ):
+        counter = CounterMetricFamily(f"loramux:adapter_{title}", text, labels=["adapter"])
+        for cid, number in numbers.items():
+            for name in names.get(cid, ()):
+                counter.add_metric([name], number)
+        yield counter
 
 
 def _tier_metrics(tiers: Iterable[TierStats], model_name: str) -> Iterator[Metric]:

@@ -118,7 +118,9 @@ class Scheduler:
         """
         if self.drafts is None:
             return False
-        return bool(self._drafted) or any(
+        if self._drafted or len(self._batch) >= self.drafts.max_rows:
+            return bool(self._drafted)
+        return any(
             sequence.has_unknown and sequence.num_draftable > 0 and self.drafts.awaits(sequence)
             for sequence in self._batch
         )
@@ -342,7 +344,7 @@ class Scheduler:
     def _plan_decodes(self, step: _Step) -> list[Sequence]:
         """Plans one token of each decoding sequence; returns the sequences in prefill."""
         running, block_tokens = self._batch.sequences, self.config.block_tokens
-        num_spare = 0 if self.drafts is None else self._num_spare(step)
+        num_spare = 0 if self.drafts is None else self._num_spare(step, self.drafts.max_rows)
         others = []
         for sequence in step.order:
             outputs, num_tokens = sequence.output_token_ids, sequence.num_computed + 1
@@ -364,13 +366,13 @@ class Scheduler:
                     step.chunks.append(sequence.decode_chunk())
         return others
 
-    def _num_spare(self, step: _Step) -> int:
+    def _num_spare(self, step: _Step, max_rows: int) -> int:
         """Returns how many drafts the step may have: a token of each sequence goes before them.
 
         An executor samples max_sequences rows at once.
         """
         num_rows = min(len(step.order) + len(self._waiting), self._batch.num_slots)
-        return min(step.budget, self.config.max_sequences) - num_rows
+        return min(step.budget, self.config.max_sequences, max_rows) - num_rows
 
     def _propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Returns drafts for a decoding sequence, as many as it may have and as fit in pages."""

@@ -31,6 +31,9 @@ _MASK = (1 << 64) - 1
 class Sequence:
     """The tokens of a choice, its pages, and how many tokens have their KV in these pages."""
 
+    draft_state: object = None
+    """What the source of drafts remembers of it."""
+
     def __init__(  # noqa: PLR0913  (what the scheduler knows of a choice)
         self,
         sequence_id: int,

@@ -44,6 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The only tokens that may be generated; None: all."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that are never generated."""
+    num_speculative_tokens: int | None = None
+    """Most drafts in one step; 0: none; None: as many as the engine's setting allows."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -86,6 +88,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 self.allowed_token_ids,
                 self.allowed_token_ids != (),
                 "not empty",
+            ),
+            (
+                "num_speculative_tokens",
+                self.num_speculative_tokens,
+                (self.num_speculative_tokens or 0) >= 0,
+                "0 or more",
             ),
             ("bad_words", self.bad_words_token_ids, all(self.bad_words_token_ids), "not empty"),
             *(

@@ -17,6 +17,13 @@ class StreamOptions(Struct, kw_only=True):
     """With include_usage: every chunk contains the usage so far."""
 
 
+class Speculative(Struct, kw_only=True):
+    """How the engine may guess ahead for a request; it changes no answer."""
+
+    num_speculative_tokens: int | None = None
+    """Most drafts in one step, up to the server's limit; 0: none."""
+
+
 class StructuredOutputs(Struct, kw_only=True):
     """One constraint of the answer, and its options."""
 
@@ -83,6 +90,7 @@ class GenerationBody(Struct, kw_only=True):
     """The only tokens that may be generated."""
     bad_words: list[str] | None = None
     """Words that are never generated."""
+    speculative: Speculative | None = None
     response_format: dict[str, Any] | None = None
     """`type` is text, json_object, json_schema or structural_tag."""
     structured_outputs: StructuredOutputs | None = None

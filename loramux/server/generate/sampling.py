@@ -86,6 +86,9 @@ def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int
         ),
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         allowed_token_ids=_allowed(body.allowed_token_ids, vocab_size),
+        num_speculative_tokens=None
+        if body.speculative is None
+        else body.speculative.num_speculative_tokens,
     )
 
 

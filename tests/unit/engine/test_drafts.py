@@ -16,6 +16,7 @@ from loramux.types.request import Request, Selection, TokenEvent
 from tests.device_factory import device_engine, two_adapters
 from tests.engine_factory import make_engine, make_prompt, make_request
 from tests.model_factory import tiny_transformers_model
+from tests.unit.scheduler.scheduler_factory import Counts
 
 Choices = dict[tuple[str, int], list[TokenEvent]]
 PARAMS: tuple[dict[str, Any], ...] = (
@@ -29,13 +30,13 @@ PARAMS: tuple[dict[str, Any], ...] = (
 )
 
 
-class KnownAnswers:
+class KnownAnswers(Counts):
     """Proposes what the model said before, and at times something else."""
 
     def __init__(self, known: Choices) -> None:
         self._known = known
         self._chance = random.Random(3)
-        self.num_accepted: list[int] = []
+        self.accepted: list[int] = []
         self.num_rejected = 0
 
     def awaits(self, sequence: Sequence) -> bool:
@@ -48,7 +49,7 @@ class KnownAnswers:
         return [9 if self._chance.random() < 0.15 else token for token in drafts][:limit]
 
     def verified(self, sequence: Sequence, *, num_drafts: int, num_accepted: int) -> None:
-        self.num_accepted.append(num_accepted)
+        self.accepted.append(num_accepted)
         self.num_rejected += num_drafts - num_accepted
 
 
@@ -107,5 +108,5 @@ def test_verified_drafts_change_no_answer(
     found = answer(engine, requests)
     for choice, events in expected.items():
         assert list(described(found[choice])) == list(described(events)), choice
-    assert max(drafts.num_accepted) > 3 and drafts.num_rejected > 5
+    assert max(drafts.accepted) > 3 and drafts.num_rejected > 5
     assert expected["stopped", 0][-1].finish_reason == "stop"

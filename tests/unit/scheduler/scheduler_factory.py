@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -371,7 +372,15 @@ def hashed(token_ids: Iterable[int]) -> int:
     return 99 if state % 17 == 3 else 1 + state % 3
 
 
-class Always:
+class Counts:
+    """A source of drafts without a limit of rows, which counts nothing."""
+
+    max_rows = 1000
+    num_drafts: Counter[str] = Counter()
+    num_accepted: Counter[str] = Counter()
+
+
+class Always(Counts):
     """Proposes the same drafts again and again."""
 
     def __init__(self, drafts: list[int]) -> None:
@@ -387,13 +396,12 @@ class Always:
         assert 0 <= num_accepted <= num_drafts
 
 
-class Guesses:
+class Guesses(Counts):
     """Knows what a model says, and is wrong at times."""
 
     def __init__(self, model: Model, seed: int) -> None:
         self._model = model
         self._chance = Random(seed)
-        self.num_accepted = self.num_rejected = 0
 
     def awaits(self, sequence: Sequence) -> bool:
         return self._chance.random() < 0.7
@@ -406,8 +414,7 @@ class Guesses:
         return known[sequence.num_tokens :]
 
     def verified(self, sequence: Sequence, *, num_drafts: int, num_accepted: int) -> None:
-        self.num_accepted += num_accepted
-        self.num_rejected += num_drafts - num_accepted
+        assert 0 <= num_accepted <= num_drafts
 
 
 class FakeKV:
