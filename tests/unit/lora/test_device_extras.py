@@ -51,7 +51,8 @@ def test_a_removed_adapter_frees_its_slot_and_its_part_of_the_heap() -> None:
             full.add(world.residents[name])
     y = torch.zeros(1, 112)
     step = world.step([one("vectors")])
-    step.kernels.scale_add(step.tables, y, 6)
+    vector = step.numbers.vector(1, step.numbers.vector_of["qkv"])
+    step.kernels.scale_add(step.tables, y, vector)
     assert torch.equal(y[0], world.values["vectors"][1, "qkv", "bias"][0])
     full.remove("never there")
 

@@ -181,7 +181,10 @@ def test_one_weight_outside_attention_makes_it_a_step_for_all_sites(
     modules: Modules, mode: LoraMode, is_reversed: bool
 ) -> None:
     """Catches an MLP that a graph leaves out: alone, in a mix, with two adapters, in a prefill."""
-    sites = SITES[::-1] if is_reversed else SITES
+    sites, attention = SITES, SEGMENTED_ATTENTION
+    if is_reversed:
+        sites, attention = SITES[::-1], replace(attention, sites=("o", "qkv"))
+    expected = attention if mode == SEGMENTED_ATTENTION else mode
     some = resident("some", *modules, sites=sites)
     lora = make_segmented(sites, resident("a", (0, "q_proj"), sites=sites), some)
     words = np.zeros(lora.num_words, dtype=np.int32)
@@ -192,9 +195,9 @@ def test_one_weight_outside_attention_makes_it_a_step_for_all_sites(
         ([(("a", 1.0), ("some", 0.25)), A], [1, 1]),
         ([A, one], [1, 3]),
     ):
-        assert lora.fill(selections, lengths, 4, words) == mode
-    assert lora.fill([A, ()], [1, 1], 4, words) == SEGMENTED_ATTENTION
-    assert set(covered(lora, SEGMENTED_ATTENTION)) == {"qkv", "o"}
+        assert lora.fill(selections, lengths, 4, words) == expected
+    assert lora.fill([A, ()], [1, 1], 4, words) == attention
+    assert set(covered(lora, attention)) == {"qkv", "o"}
     assert set(covered(lora, SEGMENTED)) == {"qkv", "o", "gate_up"}
 
 

@@ -93,7 +93,7 @@ def test_the_autotuner_times_add_norm_of_the_outputs() -> None:
             return reference.add_norm(x, residual, norm)
 
     ops: Any = Elementwise()
-    consumer = tune._consumer(LinearShape("o", 4, 8), ops, torch.float16, CPU)
+    consumer = tune._consumer(LinearShape("o", 4, 8, is_added=True), ops, torch.float16, CPU)
     assert consumer is not None
     for shape in ((3, 4), (3, 6), (2, 3, 6)):
         consumer(torch.randn(shape))()
