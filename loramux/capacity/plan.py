@@ -16,7 +16,7 @@ from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.adapters.packed.paged import page_bytes_of
 from loramux.errors import InvalidRequest, suggest
 from loramux.types.kv import DTYPE_BYTES, KVLayout
-from loramux.types.model import MLP_BLOCK, BaseModelInfo, PackingKind
+from loramux.types.model import ATTENTION_BLOCK, BaseModelInfo, PackingKind
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MAX_ADAPTERS = 100_000
@@ -158,12 +158,17 @@ class Budgets:
 def parse_targets(names: Sequence[str], base: BaseModelInfo) -> tuple[str, ...]:
     """Expands names such as q, v_proj, attention, mlp or all to projections, in layer order."""
     known = [projection.name for projection in base.projections]
-    of_mlp = {n for linear in base.linears if linear.block == MLP_BLOCK for n in linear.projections}
+    attention = {
+        name
+        for linear in base.linears
+        if linear.block == ATTENTION_BLOCK
+        for name in linear.projections
+    }
     groups = {
         "all": known,
         "all-linear": known,
-        "attention": [name for name in known if name not in of_mlp],
-        "mlp": [name for name in known if name in of_mlp],
+        "attention": [name for name in known if name in attention],
+        "mlp": [name for name in known if name not in attention],
         **{name.removesuffix("_proj"): [name] for name in known},
         **{name: [name] for name in known},
     }

@@ -20,7 +20,7 @@ from loramux.config.engine import ResolvedConfig, SchedulerConfig
 from loramux.config.fields import AUTO
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
-from loramux.errors import DoesNotFit
+from loramux.errors import DoesNotFit, UnsupportedModel
 from loramux.kernels.compile_ahead import CompileAhead
 from loramux.kernels.select import select_kernels
 from loramux.lora.merge import MergeSource
@@ -68,6 +68,10 @@ def load_base(
     """
 
     def dtype(sizes: DecoderConfig) -> torch.dtype:
+        if sizes.experts is not None and (config.is_gpu or config.wants_device_kernels):
+            raise UnsupportedModel(
+                f"{sizes.architecture} has experts, which run on a CPU only: add --device cpu."
+            )
         count = base_info(sizes, path.name).num_parameters
         return resolve_dtype(config.dtype, config.device, num_parameters=count)
 
@@ -81,7 +85,7 @@ def load_base(
         options=LoadOptions(config.max_model_len, config.quantization),
     )
     packs = config.pack_weights and not config.is_gpu and not config.wants_device_kernels
-    if packs and not config.wants_reference_kernels:
+    if packs and not config.wants_reference_kernels and model.config.experts is None:
         is_later = packs_later and model.decoder.dtype == torch.float32
         byte_limit = total_memory_bytes() // 4
         pack_linears(model.decoder, byte_limit=byte_limit, packs_later=is_later)
@@ -184,10 +188,13 @@ def _cpu_executor(
     if pool_bytes is None:
         pool_bytes = default_pool_bytes()
     num_pages = _num_pages(pool_bytes, page_bytes)
+    # Experts have no compiled kernels.
+    has_experts = model.config.experts is not None
+    ahead = None if has_experts else ahead
     select = partial(
         select_kernels,
         config.device,
-        reference=config.wants_reference_kernels or config.is_gpu,
+        reference=config.wants_reference_kernels or config.is_gpu or has_experts,
         dtype=dtype,
     )
     return CpuRunner(

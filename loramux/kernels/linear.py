@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -86,6 +86,19 @@ class SplitsInputs(Protocol):
     def partial_sums(self, x: Tensor) -> Tensor:
         """Compute y [tokens, out], or float32 [splits, tokens, out] to be summed."""
         ...
+
+
+@runtime_checkable
+class DependsOnRows(Protocol):
+    """A linear that computes another function for each row of a step, such as its adapters."""
+
+    def at_rows(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the linear of an input that consists of these rows of the step, ascending."""
+        ...
+
+
+def at_rows(linear: LinearMethod, rows: Tensor) -> Callable[[Tensor], Tensor]:
+    return linear.at_rows(rows) if isinstance(linear, DependsOnRows) else linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -48,6 +49,19 @@ class LoraLinear(nn.Module):
         if extras is not None:
             extras.change_linear(self.site, self.base, x, y)
         self.add_adapters(y, x)
+        return y
+
+    def at_rows(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(self._forward_rows, rows.tolist())
+
+    def _forward_rows(self, rows: list[int], x: Tensor) -> Tensor:
+        y = self.current(x)
+        context, extras = self.context, self.extras
+        if extras is not None:
+            extras.at_rows(rows).change_linear(self.site, self.base, x, y)
+        if context.batch is not None and self.adapters:
+            context.batch.keep_rows(rows, [self.site], context.kernels)
+            self.add_adapters(y, x)
         return y
 
     @property

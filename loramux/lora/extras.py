@@ -6,6 +6,7 @@ Rows without such parts are not touched, and steps without them do not come here
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -172,6 +173,12 @@ class StepExtras:
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Limits the following calls to the given rows, which are renumbered 0, 1, .."""
         self._groups = self._groups_of(rows)
+
+    def at_rows(self, rows: Sequence[int]) -> StepExtras:
+        """Return the parts of the given rows alone, which are renumbered 0, 1, .."""
+        found = copy(self)
+        found.keep_rows(rows)
+        return found
 
     def changes_linear(self, site: SiteKey) -> bool:
         """Whether a part of these adapters changes the fused linear."""

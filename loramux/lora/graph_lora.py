@@ -12,7 +12,7 @@ from loramux.kernels.gpu.lora.work_list import WorkListFull
 from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
 from loramux.lora.device_extras import ExtrasUse
 from loramux.lora.segmented import Ints, SegmentedWork
-from loramux.types.model import MLP_BLOCK
+from loramux.types.model import ATTENTION_BLOCK
 from loramux.types.request import Selection
 
 
@@ -55,8 +55,8 @@ class GraphLora:
         self.augmented = augmented
         tables = segmented.tables
         specs = segmented.directory.sites
-        self._attention = tuple(spec.name for spec in specs if spec.block != MLP_BLOCK)
-        others = [i for i, spec in enumerate(specs) if spec.block == MLP_BLOCK]
+        self._attention = tuple(spec.name for spec in specs if spec.block == ATTENTION_BLOCK)
+        others = [i for i, spec in enumerate(specs) if spec.block != ATTENTION_BLOCK]
         words = [word for site in others for word in tables.used_words(site)]
         self._mlp_words = np.array(words, dtype=np.intp)
 

@@ -14,6 +14,7 @@ from loramux.models.families import (
     FULL,
     SLIDING,
     Architecture,
+    ExpertNames,
     HeadNormScope,
 )
 from loramux.models.quantised.config import parse_quantisation
@@ -37,6 +38,7 @@ from loramux.types.quantisation import Quantisation
 
 # The second is of older releases of llm-compressor.
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
+ROUTER = "router"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 REQUIRED_KEYS = (
     "vocab_size",
@@ -55,6 +57,19 @@ class HeadKind(Enum):
     LABELS = auto()
     """Outputs of a classification head."""
     NONE = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a layer, each a gated MLP, and how a token's experts are chosen."""
+
+    names: ExpertNames
+    count: int
+    num_chosen: int
+    """Experts that a token passes through."""
+    intermediate_size: int
+    normalises: bool
+    """The scores of a token's experts are divided by their sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +114,8 @@ class DecoderConfig:
     """Multiplies the attention scores."""
     attn_logit_softcap: float | None
     final_logit_softcap: float | None
+    experts: ExpertsConfig | None = None
+    """The mixture of experts of every layer; None: one gated MLP."""
     num_labels: int = 0
     """Outputs of the classification head, which is then the output head; 0: it has none."""
     is_vision_model: bool = False
@@ -155,9 +172,7 @@ def parse_config(
         )
     max_position = longest_context(config, spec)
     ropes, layer_ropes = parse_ropes(config, spec, min(max_model_len or max_position, max_position))
-    # Residual streams that differ by a factor have the same norms: the factor of what a layer adds
-    # moves to the embedding and to epsilon.
-    added = float(config.get("residual_multiplier", 1.0)) if spec.has_multipliers else 1.0
+    added = residual_multiplier(config, spec)
     return DecoderConfig(
         architecture=name,
         vocab_size=int(config["vocab_size"]),
@@ -188,6 +203,7 @@ def parse_config(
         query_scale=query_scale(config, spec, head_dim),
         attn_logit_softcap=config.get(spec.attn_softcap_key) if spec.attn_softcap_key else None,
         final_logit_softcap=final_softcap(config, spec, kind),
+        experts=None if spec.experts is None else parse_experts(config, spec.experts),
         num_labels=len(labels_of(config)) if kind is HeadKind.LABELS else 0,
         is_vision_model=is_vision_model(hf_config),
         quantisation=quantisation_of(config),
@@ -200,11 +216,43 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
     return parse_quantisation(settings) if settings else None
 
 
+def parse_experts(config: Mapping[str, Any], names: ExpertNames) -> ExpertsConfig:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UnsupportedModel(
+            "Some layers have experts and others do not (mlp_only_layers, decoder_sparse_step in "
+            "config.json), which is not supported: all layers must have them."
+        )
+    if config.get("clip_qkv") is not None:
+        raise UnsupportedModel("clip_qkv in config.json is not supported.")
+    count = next(int(config[key]) for key in names.count_keys if config.get(key))
+    num_chosen = int(config["num_experts_per_tok"])
+    if not 1 <= num_chosen <= count:
+        raise UnsupportedModel(
+            f"config.json chooses {num_chosen} of {count} experts (num_experts_per_tok)."
+        )
+    return ExpertsConfig(
+        names=names,
+        count=count,
+        num_chosen=num_chosen,
+        intermediate_size=int(config[names.size_key]),
+        normalises=flag(config, names.normalises),
+    )
+
+
 def longest_context(config: Mapping[str, Any], spec: Architecture) -> int:
     settings = config.get("rope_parameters") or {}
     if spec.has_rope_scale_of_queries and settings.get("llama_4_scaling_beta"):
         return int(settings["original_max_position_embeddings"])
     return int(config["max_position_embeddings"])
+
+
+def residual_multiplier(config: Mapping[str, Any], spec: Architecture) -> float:
+    """Return the factor of what a layer adds to the residual stream.
+
+    Residual streams that differ by a factor have the same norms: this one moves to the embedding
+    and to epsilon.
+    """
+    return float(config.get("residual_multiplier", 1.0)) if spec.has_multipliers else 1.0
 
 
 def embed_scale(config: Mapping[str, Any], spec: Architecture) -> float:
@@ -364,7 +412,8 @@ def may_fold(config: DecoderConfig) -> bool:
 
 def linears_of(config: DecoderConfig) -> tuple[LinearSpec, ...]:
     """The linears of a decoder layer, in the order of the checkpoint."""
-    return (*attention_linears(config), *mlp_linears(config))
+    mlp = mlp_linears(config) if config.experts is None else expert_linears(config, config.experts)
+    return (*attention_linears(config), *mlp)
 
 
 def attention_linears(config: DecoderConfig) -> tuple[LinearSpec, ...]:
@@ -401,6 +450,40 @@ def mlp_linears(config: DecoderConfig) -> tuple[LinearSpec, ...]:
         LinearSpec("gate_up", hidden, names, sizes, has_bias=bias, is_gated=True),
         LinearSpec("down", inner, ("down_proj",), (hidden,), has_bias=bias, is_added=True),
     )
+
+
+def expert_linears(config: DecoderConfig, experts: ExpertsConfig) -> tuple[LinearSpec, ...]:
+    """The router, and two linears of each expert: adapters change each expert apart."""
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    block, (gate, up, down) = experts.names.block, experts.names.projections
+    specs = [LinearSpec(ROUTER, hidden, ("gate",), (experts.count,), block)]
+    for number in range(experts.count):
+        path = f"experts.{number}"
+        specs += [
+            LinearSpec(
+                expert_linear(number, "gate_up"),
+                hidden,
+                (f"{path}.{gate}", f"{path}.{up}"),
+                (inner, inner),
+                block,
+                is_gated=True,
+                expert=number,
+            ),
+            LinearSpec(
+                expert_linear(number, "down"),
+                inner,
+                (f"{path}.{down}",),
+                (hidden,),
+                block,
+                expert=number,
+            ),
+        ]
+    return tuple(specs)
+
+
+def expert_linear(number: int, name: str) -> str:
+    """The name of a linear of an expert."""
+    return f"expert_{number}_{name}"
 
 
 def head_linear(config: DecoderConfig) -> LinearSpec:

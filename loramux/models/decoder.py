@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -10,11 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loramux.kernels.linear import DENSE, LinearMethod
+from loramux.kernels.linear import DENSE, LinearMethod, at_rows
 from loramux.kernels.ops import AttendArgs
-from loramux.models.architectures import DecoderConfig, head_linear, linears_of
+from loramux.models.architectures import (
+    ROUTER,
+    DecoderConfig,
+    ExpertsConfig,
+    expert_linear,
+    head_linear,
+    linears_of,
+)
 from loramux.models.families import HeadNormScope
-from loramux.models.forward import Attention, DecoderOps, GatedMlp, Layer, hidden_states
+from loramux.models.forward import (
+    Attention,
+    DecoderOps,
+    GatedMlp,
+    Layer,
+    MixtureOfExperts,
+    hidden_states,
+)
 from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, WideNorm, rotate_
 from loramux.models.linear_method import Quantisation, linear_method
 from loramux.types.model import TEXT_PREFIX, LinearSpec
@@ -82,6 +96,7 @@ class DecoderLayer(nn.Module):
             softcap=config.attn_logit_softcap,
         )
         self.specs = linears_of(config)
+        self.experts = config.experts
         for spec in self.specs:
             path = f"{TEXT_PREFIX}layers.{layer}.{spec.block}"
             method = linear_method(spec, quantisation, path=path, dtype=dtype, device=device)
@@ -135,13 +150,25 @@ class DecoderLayer(nn.Module):
                 args=self.attention,
                 rope=self.rope,
             ),
-            mlp=GatedMlp(linears["gate_up"], linears["down"]),
+            mlp=_describe_mlp(self.experts, linears),
             mixer_norm=made(self.attention_norm),
             mlp_norm=made(self.mlp_norm),
             after_mixer_norm=made(self.after_attention_norm),
             after_mlp_norm=made(self.after_mlp_norm),
             next_norm=next_norm,
         )
+
+
+def _describe_mlp(
+    experts: ExpertsConfig | None, linears: Mapping[str, L]
+) -> GatedMlp[L] | MixtureOfExperts[L]:
+    if experts is None:
+        return GatedMlp(linears["gate_up"], linears["down"])
+    members = tuple(
+        GatedMlp(linears[expert_linear(number, "gate_up")], linears[expert_linear(number, "down")])
+        for number in range(experts.count)
+    )
+    return MixtureOfExperts(linears[ROUTER], members, experts.num_chosen, experts.normalises)
 
 
 class Decoder(nn.Module):
@@ -300,7 +327,33 @@ class TorchOps:
         return self.norm(residual, norm)
 
     def linear_glu(self, linear: LinearMethod, x: Tensor) -> Tensor:
-        gate, up = linear(x).chunk(2, -1)
+        return self._glu(linear(x))
+
+    def experts_add_norm(
+        self,
+        mlp: MixtureOfExperts[LinearMethod],
+        x: Tensor,
+        residual: Tensor,
+        norm: TorchNorm | None,
+        after: TorchNorm | None,
+    ) -> Tensor:
+        scores = mlp.router(x).softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(mlp.num_chosen, dim=-1)
+        if mlp.normalises:
+            weights /= weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        y = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            expert = mlp.experts[number]
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            hidden = self._glu(at_rows(expert.gate_up, rows)(x[rows]))
+            added = at_rows(expert.down, rows)(hidden)
+            y.index_add_(0, rows, added * weights[rows, places, None])
+        residual.add_(y if after is None else after(y))
+        return self.norm(residual, norm)
+
+    def _glu(self, y: Tensor) -> Tensor:
+        gate, up = y.chunk(2, -1)
         return self._activation(gate).mul_(up)
 
 

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from loramux.errors import UnsupportedModel
-from loramux.types.model import NormNames
+from loramux.types.model import MLP_BLOCK, NormNames
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -20,6 +20,19 @@ class HeadNormScope(Enum):
     """Each head."""
     PROJECTION = auto()
     """All heads of a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Config keys and names of a mixture of experts; the score of an expert is its softmax."""
+
+    count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    size_key: str = "moe_intermediate_size"
+    normalises: bool | str = "norm_topk_prob"
+    """Whether the scores of the chosen experts are divided by their sum."""
+    block: str = MLP_BLOCK
+    """Submodule of a layer that holds `gate`, the router, and `experts`."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +65,8 @@ class Architecture:
     attn_softcap_key: str | None = None
     final_softcap_key: str | None = None
     local_rope: bool = False
+    experts: ExpertNames | None = None
+    """The MLP of every layer is a mixture of experts."""
 
 
 def all_full(config: Mapping[str, Any]) -> list[str]:
@@ -138,6 +153,50 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
         layer_types=sliding_if_enabled,
         qk_norm=HeadNormScope.HEAD,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        defaults={
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        layer_types=sliding_if_enabled,
+        qk_norm=HeadNormScope.HEAD,
+        experts=ExpertNames(),
+    ),
+    "MixtralForCausalLM": Architecture(
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        layer_types=all_sliding,
+        qkv_bias=False,
+        o_bias=False,
+        experts=ExpertNames(
+            size_key="intermediate_size",
+            normalises=True,
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        ),
+    ),
+    "OlmoeForCausalLM": Architecture(
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        layer_types=all_full,
+        qk_norm=HeadNormScope.PROJECTION,
+        experts=ExpertNames(size_key="intermediate_size"),
     ),
     "Gemma2ForCausalLM": Architecture(
         defaults=GEMMA_DEFAULTS

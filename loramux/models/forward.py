@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -35,6 +35,16 @@ class GatedMlp(NamedTuple, Generic[L]):
     down: L
 
 
+class MixtureOfExperts(NamedTuple, Generic[L]):
+    """An MLP: the sum of the experts that the router chooses for a token, times their scores."""
+
+    router: L
+    experts: tuple[GatedMlp[L], ...]
+    num_chosen: int
+    normalises: bool
+    """The scores of the chosen experts are divided by their sum."""
+
+
 class Layer(NamedTuple, Generic[L, N]):
     """One decoder layer: linears of type L and norms of type N, as an op set reads them.
 
@@ -43,7 +53,7 @@ class Layer(NamedTuple, Generic[L, N]):
     """
 
     mixer: Attention[L, N]
-    mlp: GatedMlp[L]
+    mlp: GatedMlp[L] | MixtureOfExperts[L]
     mixer_norm: N | None
     mlp_norm: N | None
     after_mixer_norm: N | None
@@ -88,6 +98,21 @@ class DecoderOps(Protocol[X, L, N]):
         ...
 
 
+class ExpertOps(DecoderOps[X, L, N], Protocol[X, L, N]):
+    """The ops of models with mixtures of experts."""
+
+    def experts_add_norm(
+        self,
+        mlp: MixtureOfExperts[L],
+        x: X,
+        residual: X,
+        norm: N | None,
+        after: N | None,
+    ) -> X:
+        """residual += after(experts(x)), in place; return norm(residual), or the residual."""
+        ...
+
+
 def hidden_states(
     layers: Sequence[Layer[L, N]],
     ops: DecoderOps[X, L, N],
@@ -104,6 +129,10 @@ def hidden_states(
         if layer is layers[-1]:
             x, residual = ops.select(x, residual)
         x = ops.linear_add_norm(attention.o, x, residual, layer.mlp_norm, layer.after_mixer_norm)
-        x = ops.linear_glu(mlp.gate_up, x)
-        x = ops.linear_add_norm(mlp.down, x, residual, layer.next_norm, layer.after_mlp_norm)
+        norms = layer.next_norm, layer.after_mlp_norm
+        if isinstance(mlp, MixtureOfExperts):
+            x = cast("ExpertOps[X, L, N]", ops).experts_add_norm(mlp, x, residual, *norms)
+        else:
+            x = ops.linear_glu(mlp.gate_up, x)
+            x = ops.linear_add_norm(mlp.down, x, residual, *norms)
     return x

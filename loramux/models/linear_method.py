@@ -41,12 +41,13 @@ class Int8Rows:
 
 @dataclass(frozen=True, slots=True)
 class LayersAs:
-    """Keeps the linears of all layers in one format, and the output head in floating point."""
+    """Keeps the linears of all layers in one format, routers and the output head excepted."""
 
     weight_format: object
 
     def format_of(self, module: str) -> object | None:
-        return self.weight_format if ".layers." in module else None
+        is_router = module.endswith(".gate")
+        return self.weight_format if ".layers." in module and not is_router else None
 
 
 @dataclass(frozen=True, slots=True)

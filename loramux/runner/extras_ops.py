@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -14,8 +14,8 @@ from loramux.lora.attach import LoraLinear
 from loramux.lora.extras import StepExtras
 from loramux.models.architectures import linears_of
 from loramux.models.decoder import Decoder
-from loramux.models.forward import Attention, DecoderOps
-from loramux.types.model import MLP_BLOCK
+from loramux.models.forward import Attention, DecoderOps, ExpertOps, MixtureOfExperts
+from loramux.types.model import ATTENTION_BLOCK
 
 X = TypeVar("X", bound=Tensor | Rows)
 N = TypeVar("N")
@@ -40,7 +40,7 @@ class OpsWithExtras(Generic[X, N]):
         self._mixer_outputs = {
             spec.name
             for spec in linears_of(decoder.config)
-            if spec.is_added and spec.block != MLP_BLOCK
+            if spec.is_added and spec.block == ATTENTION_BLOCK
         }
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> X:
@@ -73,6 +73,20 @@ class OpsWithExtras(Generic[X, N]):
         if norm is None:
             return normed
         self._extras.change_norm(*self._norm_after(linear), _tensor(normed))
+        return normed
+
+    def experts_add_norm(
+        self,
+        mlp: MixtureOfExperts[LinearMethod],
+        x: X,
+        residual: X,
+        norm: N | None,
+        after: N | None,
+    ) -> X:
+        ops = cast("ExpertOps[X, LinearMethod, N]", self._ops)
+        normed = ops.experts_add_norm(mlp, x, residual, norm, after)
+        if norm is not None:
+            self._extras.change_norm(*self._norm_after(mlp.router), _tensor(normed))
         return normed
 
     def linear_glu(self, linear: LinearMethod, x: X) -> X:

@@ -82,8 +82,9 @@ class LinearSpec:
     """The first half of the outputs is the gate of the second."""
     row_maps: tuple[RowMap | None, ...] = ()
     """Row order of each projection; empty: the engine keeps that of the checkpoint."""
-    experts: int = 0
-    """Experts with such a linear each; 0: every token passes through the linear."""
+    expert: int | None = None
+    """The expert that the linear belongs to, so that some tokens alone pass through it; None: all
+    tokens do."""
 
     @property
     def num_outputs(self) -> int:

@@ -69,6 +69,8 @@ class PeftLoraConfig:
     use_dora: bool = False
     lora_bias: bool = False
     """Whether lora_B has a bias."""
+    target_parameters: tuple[str, ...] = ()
+    """Names of fused experts and routers."""
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """(name of a module, its tokens whose rows are trained)"""
@@ -99,6 +101,8 @@ class PeftLoraConfig:
             fields["use_dora"] = True
         if self.lora_bias:
             fields["lora_bias"] = True
+        if self.target_parameters:
+            fields["target_parameters"] = list(self.target_parameters)
         if self.modules_to_save:
             fields["modules_to_save"] = list(self.modules_to_save)
         if self.trainable_token_indices:
@@ -183,13 +187,15 @@ def parse_config(fields: Mapping[str, object]) -> PeftLoraConfig:
         invocation_tokens=read_invocation(fields),
         use_dora=read(fields, "use_dora", flag, False),
         lora_bias=read(fields, "lora_bias", flag, False),
+        target_parameters=read(fields, "target_parameters", sorted_names, ()),
         modules_to_save=read(fields, "modules_to_save", sorted_names, ()),
         trainable_token_indices=read(fields, "trainable_token_indices", token_indices, ()),
         ensure_weight_tying=read(fields, "ensure_weight_tying", flag, False),
         base_model_name=read(fields, "base_model_name_or_path", optional_string, None),
         task_type=read(fields, "task_type", optional_string, None),
     )
-    check_targets(config, fields)
+    if not config.target_parameters or config.target_modules:
+        check_targets(config, fields)
     read(fields, "bias", bias_choice, "none")
     if config.use_dora and config.lora_bias:
         raise AdapterRefused(

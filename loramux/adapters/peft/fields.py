@@ -22,6 +22,7 @@ HONOURED = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "task_type",
         "trainable_token_indices",
         "use_dora",
@@ -72,9 +73,6 @@ REFUSED: dict[str, Unsupported] = {
     "layer_replication": Unsupported("adds layers to the base", RETRAIN, NOTHING_LISTED),
     "megatron_config": Unsupported("is for Megatron's parallel layers", RETRAIN, NOTHING_LISTED),
     "monteclora_config": Unsupported("samples the weights (MonteCLoRA)", RETRAIN),
-    "target_parameters": Unsupported(
-        "adapts bare parameters, such as fused experts", "Use target_modules.", NOTHING_LISTED
-    ),
     "use_bdlora": Unsupported("makes A or B block-diagonal (BD-LoRA)", RETRAIN),
     "use_qalora": Unsupported("pools the layer's input (QA-LoRA)", RETRAIN),
 }

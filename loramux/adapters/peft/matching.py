@@ -12,7 +12,8 @@ from loramux.adapters.peft.dora import row_factors
 from loramux.adapters.peft.fused import Columns, FusedMaker
 from loramux.adapters.peft.making import PartMaker, PartValues, check_matrix
 from loramux.adapters.peft.names import FileTensors, Role, classify
-from loramux.adapters.peft.parts import AdapterParts, BaseWeights, LoraModule
+from loramux.adapters.peft.parameters import plan_parameters
+from loramux.adapters.peft.parts import AdapterParts, AdapterPlan, BaseWeights, LoraModule
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import TensorEntry
 from loramux.adapters.peft.saved_modules import (
@@ -325,7 +326,15 @@ def _warn_of_vision(file: FileTensors) -> list[str]:
     ]
 
 
-def plan_lora(config: PeftLoraConfig, base: BaseModelInfo) -> LoraPlan:
+def plan_lora(config: PeftLoraConfig, base: BaseModelInfo) -> AdapterPlan:
+    """Finds what a config targets in this base; raises AdapterRefused."""
+    if not config.target_parameters:
+        return plan_modules_of(config, base)
+    inner = plan_modules_of(config, base) if config.target_modules else None
+    return plan_parameters(config, base, inner)
+
+
+def plan_modules_of(config: PeftLoraConfig, base: BaseModelInfo) -> LoraPlan:
     """Finds the modules that a config targets in this base; raises AdapterRefused."""
     embedding, head = vocabulary_targets(base)
     plans = plan_modules(

@@ -29,6 +29,13 @@ from loramux.errors import AdapterRefused
 from loramux.types.model import TargetModule
 
 PARTS_BESIDE = "parts_beside"
+_NEEDING_BASE = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+)
 
 
 def read_without_base(folder: Path) -> CheckedAdapter:
@@ -71,11 +78,7 @@ def read_without_base(folder: Path) -> CheckedAdapter:
 
 
 def refuse_parts_beside(config: PeftLoraConfig, file: FileTensors) -> None:
-    beside = [
-        name
-        for name in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
-        if getattr(config, name)
-    ]
+    beside = [name for name in _NEEDING_BASE if getattr(config, name)]
     beside += sorted(
         entry.name
         for role, entries in file.by_role.items()

@@ -15,8 +15,8 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_unknown_architecture_is_named_beside_the_known_ones() -> None:
-    with pytest.raises(UnsupportedModel, match="MixtralForCausalLM") as refusal:
-        parse_config(hf_config("llama", architectures=["MixtralForCausalLM"]))
+    with pytest.raises(UnsupportedModel, match="FalconForCausalLM") as refusal:
+        parse_config(hf_config("llama", architectures=["FalconForCausalLM"]))
     assert all(name in str(refusal.value) for name in ARCHITECTURES)
 
 

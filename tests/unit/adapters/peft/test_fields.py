@@ -22,7 +22,6 @@ ACTIVE = {
     "layer_replication": [[0, 2], [1, 3]],
     "megatron_config": {"x": 1},
     "monteclora_config": {},
-    "target_parameters": ["experts.down_proj"],
     "use_bdlora": {},
     "use_qalora": True,
 }
