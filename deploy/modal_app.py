@@ -76,7 +76,7 @@ secret = modal.Secret.from_name("loramux", required_keys=["LORAMUX_API_KEY"])
 
 
 def flags(*, data: Path = DATA, model: str = MODEL, host: str = "0.0.0.0") -> list[str]:
-    """Returns the flags of the server: all adapters of the volume by the names of their folders."""
+    """Return the flags of the server: all adapters of the volume by the names of their folders."""
     given = ["--host", host, "--port", str(PORT), "--drain-s", str(DRAIN_S)]
     # A database in a volume would be shared by containers that cannot lock it.
     given += ["--registry", os.environ.get("LORAMUX_REGISTRY", "none"), "--pool-id", "modal"]
@@ -90,7 +90,7 @@ def flags(*, data: Path = DATA, model: str = MODEL, host: str = "0.0.0.0") -> li
 def start(
     given: Sequence[str], *, program: Sequence[str] = ("loramux",), port: int = PORT
 ) -> subprocess.Popen[bytes]:
-    """Returns once the server accepts requests: Modal then takes the container for ready."""
+    """Return once the server accepts requests: Modal then takes the container for ready."""
     process = subprocess.Popen([*program, "serve", *given])
     deadline = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline:
@@ -105,7 +105,7 @@ def start(
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
-    """Ends the server: new requests get 503, open streams have DRAIN_S to end."""
+    """End the server: new requests get 503, open streams have DRAIN_S to end."""
     process.send_signal(signal.SIGTERM)
     try:
         return process.wait(timeout=EXIT_S - 5)

@@ -20,7 +20,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def tiny_llama_config(**overrides: Any) -> LlamaConfig:
-    """Returns a config in which all sizes differ, so that a mix-up cannot pass."""
+    """Return a config in which all sizes differ, so that a mix-up cannot pass."""
     settings: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -42,7 +42,7 @@ def tiny_llama(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
 
 
 def tiny_base_info(config: Any, name: str = BASE_NAME) -> BaseModelInfo:
-    """Returns the shapes of any transformers config with Llama's layers."""
+    """Return the shapes of any transformers config with Llama's layers."""
     shapes = linear_shapes(config)
     return BaseModelInfo(
         name=name,
@@ -57,7 +57,7 @@ def tiny_base_info(config: Any, name: str = BASE_NAME) -> BaseModelInfo:
 
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """Returns (in, out) of each projection."""
+    """Return (in, out) of each projection."""
     hidden, middle = config.hidden_size, config.intermediate_size
     head_size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries = config.num_attention_heads * head_size
@@ -106,7 +106,7 @@ def make_peft_adapter(
 
 
 def load_with_peft(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
-    """Returns PEFT's layers by module path, the reference for read_adapter."""
+    """Return PEFT's layers by module path, the reference for read_adapter."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
@@ -119,7 +119,7 @@ def load_with_peft(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def lora_config_dict(**overrides: Any) -> dict[str, Any]:
-    """Returns a config that fits the tensors of `lora_tensors`."""
+    """Return a config that fits the tensors of `lora_tensors`."""
     settings: dict[str, Any] = {
         "peft_type": "LORA",
         "base_model_name_or_path": BASE_NAME,
@@ -133,7 +133,7 @@ def lora_config_dict(**overrides: Any) -> dict[str, Any]:
 def lora_tensors(
     config: Any, *, seed: int = 0, r: int = 4, names: tuple[str, ...] = ("q_proj", "v_proj")
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of every layer under PEFT's names."""
+    """Return the tensors of every layer under PEFT's names."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for target in tiny_base_info(config).targets:
@@ -150,7 +150,7 @@ def write_adapter(
     config: Mapping[str, Any] | str | None,
     tensors: Mapping[str, torch.Tensor] | bytes | None,
 ) -> Path:
-    """Writes a folder; strings and bytes are written unchanged, None omits the file."""
+    """Write a folder; strings and bytes are written unchanged, None omits the file."""
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         text = config if isinstance(config, str) else json.dumps(config, indent=2)

@@ -54,7 +54,9 @@ def device_engine(
 
 
 def runner_with(runner: GpuRunner, limits: BatchLimits, **ops: Any) -> GpuRunner:
-    """A second runner over the weights, pages and adapters of another, with other kernels."""
+    """Return a second runner over the weights, pages and adapters of another, with
+    other kernels.
+    """
     return GpuRunner(
         decoder=runner._decoder._decoder,
         pool=runner.pool,
@@ -66,7 +68,7 @@ def runner_with(runner: GpuRunner, limits: BatchLimits, **ops: Any) -> GpuRunner
 
 
 def last_launch(runner: GpuRunner) -> tuple[str, LoraMode, dict[int, Tensor]]:
-    """The kind and mode of the graph of the last step, and its logits by sequence."""
+    """Return the kind and mode of the graph of the last step, and its logits by sequence."""
     (launch,) = runner.trace()
     assert launch.kind is not None and launch.key is not None, "the step ran without a graph"
     return launch.kind, launch.key[1], dict(launch.logits)
@@ -85,7 +87,7 @@ def two_adapters(model: Any, folder: Path, *, places: Sequence[str] = ALL_LINEAR
 
 
 def mixed_selections(engine: Engine, folders: list[Path]) -> list[Selection]:
-    """Selections of the base, of one adapter and of two, mixed."""
+    """Return selections of the base, of one adapter and of two, mixed."""
     first, second = (engine.register_adapter(folder).cid for folder in folders)
     one, other = ((first, 1.0),), ((second, 1.0),)
     return [(), one, other, ((first, 0.5), (second, 1.5)), one, ()]

@@ -71,7 +71,7 @@ def transformers_base(model: Any, name: str = "tiny") -> TransformersBase:
 
 @torch.no_grad()
 def effective_model(base: TransformersBase, made: AdapterParts, specs: Iterable[ExtraSpec]) -> Any:
-    """Returns a copy of the base with the parts merged, as the kernels are defined to use them."""
+    """Return a copy of the base with the parts merged, as the kernels are defined to use them."""
     changed = TransformersBase(copy.deepcopy(base.model), base.info)
     parts = {extra.key: extra.values.float() for extra in made.extras}
     token_ids = {spec.module: list(spec.token_ids) for spec in specs if spec.token_ids}

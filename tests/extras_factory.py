@@ -1,4 +1,4 @@
-"""Adapters with parts beside low rank in the pages of a small pool, and the lists of steps."""
+"""Adapters with extras in the pages of a small pool, and the lists of steps."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class ExtrasWorld:
     def step(
         self, selections: Sequence[Selection], kernels: ExtrasOps = reference, tile_rows: int = 16
     ) -> ExtrasStep:
-        """A step of one row for each selection."""
+        """Return a step of one row for each selection."""
         count = len(selections)
         limits = graph_limits(count + 1, count + 1, tile_rows)
         words = torch.zeros(limits.num_words, dtype=torch.int32)

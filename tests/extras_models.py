@@ -40,7 +40,7 @@ class Adapter:
 
 
 def linears_of(model: Any) -> list[dict[str, Any]]:
-    """The linear modules of each layer by projection."""
+    """Return the linear modules of each layer by projection."""
     return [
         {
             name: getattr(block, name)
@@ -54,7 +54,7 @@ def linears_of(model: Any) -> list[dict[str, Any]]:
 
 
 def random_adapters(base: BaseModelInfo, *, std: float = 0.3) -> dict[str, Adapter]:
-    """An adapter of each kind; "wide" has tokens that the model does not have."""
+    """Return an adapter of each kind; "wide" has tokens that the model does not have."""
     generator = torch.Generator().manual_seed(11)
 
     def noise(*shape: int) -> Tensor:
@@ -195,7 +195,7 @@ def _scale_norm(
 def _merge_tokens(
     module: Any, parts: Sequence[tuple[Adapter, float]], place: tuple[int, str]
 ) -> None:
-    """Changes the weight of the embedding or the head, and the bias of the head."""
+    """Change the weight of the embedding or the head, and the bias of the head."""
     weight = module.weight.detach()
     bias = torch.zeros(len(weight))
     for adapter, factor in parts:

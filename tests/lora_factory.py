@@ -67,7 +67,7 @@ class LoraWorld:
     weights: list[dict[tuple[int, str], tuple[Tensor, Tensor]]]
 
     def plan(self, rows: Sequence[Selection]) -> None:
-        """The step's work, in the tables; rows[i] is what row i selects."""
+        """Return the step's work, in the tables; rows[i] is what row i selects."""
         limits = self.tables.limits
         host = np.zeros(limits.num_words, dtype=np.int32)
         tiles = gather_tiles(rows, [1] * len(rows), limits.tile_rows, keeps_base=True)

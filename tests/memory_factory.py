@@ -44,7 +44,7 @@ def layout_of_rank(rank: int) -> DenseLayout:
 
 
 def cid_of(number: int, rank: int = 1) -> str:
-    """Returns a CID that encodes the adapter's rank and the number that fills its weights."""
+    """Return a CID that encodes the adapter's rank and the number that fills its weights."""
     return f"cidv1:sha256:{rank:04x}{number:060x}"
 
 
@@ -188,14 +188,14 @@ class TinyMemory:
             self.residency.poll()
 
     def bring(self, *cids: str) -> None:
-        """Loads adapters and leaves them idle on the device."""
+        """Load adapters and leave them idle on the device."""
         self.residency.add_waiters(cids)
         self.finish_loads()
         assert self.residency.is_ready(cids)
         self.residency.remove_waiters(cids)
 
     def value(self, cid: str) -> float:
-        """Returns the number that fills the adapter's pages, which must be the same everywhere."""
+        """Return the number that fills the adapter's pages, which must be the same everywhere."""
         page_ids = self.residency.resident[cid].page_ids
         out = torch.empty(len(page_ids) * PAGE_ELEMENTS)
         self.rank.adapter_pages.read(page_ids, out)
@@ -220,7 +220,7 @@ def tiny_tier(
     clock: Callable[[], float] | None = None,
     reuse: ReuseEstimator | None = None,
 ) -> PageTier:
-    """Makes an empty page tier; `reuse`: None for no penalty on prefixes that were used once."""
+    """Make an empty page tier; `reuse`: None for no penalty on prefixes that were used once."""
     pages = PageAllocator(num_pages)
     placement = Placement()
     reclaimer = Reclaimer(pages)
@@ -259,7 +259,7 @@ def disk_maker(
 
 
 def tiny_disk(folder: Path, **options: Any) -> DiskTier:
-    """Makes a disk tier that stands alone."""
+    """Make a disk tier that stands alone."""
     placement = Placement()
     return disk_maker(folder, **options)(placement, CostModel(placement))
 

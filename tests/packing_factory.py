@@ -42,7 +42,7 @@ def pack_dense(adapter: Any, sites: tuple[LinearSpec, ...], dtype: torch.dtype) 
 
 
 def pack_rank_blocks(adapter: Any, layout: RankBlockLayout, out: torch.Tensor) -> None:
-    """Writes the adapter's pages to out [num_elements]."""
+    """Write the adapter's pages to out [num_elements]."""
     write = RankBlockWriter(layout, out)
     maxima = [write(module) for module in adapter.modules]
     check_range(adapter.modules, maxima, out.dtype, is_fp12=layout.is_fp12)

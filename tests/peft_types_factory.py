@@ -102,7 +102,7 @@ def read_parts(
 def logits_of_parts(
     parts: AdapterParts, base: BaseModelInfo, model: LlamaForCausalLM, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Runs the model with the parts as the kernels use them, in PEFT's place."""
+    """Run the model with the parts as the kernels use them, in PEFT's place."""
     model = copy.deepcopy(model)
     weights = ModelWeights(model)
     extras = {extra.key: extra.values for extra in parts.extras}

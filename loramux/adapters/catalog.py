@@ -148,7 +148,7 @@ class AdapterCatalog:
         return self.rules.base
 
     def inspect(self, folder: Path) -> AdapterCard | InspectedCard:
-        """Checks config and header of a folder; refuses an adapter that must not be served.
+        """Check config and header of a folder; refuse an adapter that must not be served.
 
         Reads no weights. The adapter is registered if its CID is on record: in the store that made
         the folder, or from an earlier check of the same files.
@@ -161,7 +161,7 @@ class AdapterCatalog:
         return card if values is None else self.adopt(_identified(card, values))
 
     def identify(self, folder: Path) -> IdentifiedAdapter:
-        """Registers a folder after a check of its values, which reads and packs the weights.
+        """Register a folder after a check of its values, which reads and packs the weights.
 
         The weights are not read if their values were checked before.
         """
@@ -176,24 +176,24 @@ class AdapterCatalog:
         return IdentifiedAdapter(card, loaded)
 
     def adopt(self, card: AdapterCard) -> AdapterCard:
-        """Makes an adapter known by its card alone; a load checks that the files fit the card."""
+        """Make an adapter known by its card alone; a load checks that the files fit the card."""
         with self._lock:
             self._known[card.cid] = card
         return card
 
     def forget(self, cid: str) -> None:
-        """Removes an adapter from the catalog; does nothing for an unknown CID."""
+        """Remove an adapter from the catalog; do nothing for an unknown CID."""
         with self._lock:
             self._known.pop(cid, None)
 
     def verify(self, cid: str) -> AdapterCard:
-        """Reads, hashes and checks an adapter's folder; refuses it if its files were replaced."""
+        """Read, hash and check an adapter's folder; refuse it if its files were replaced."""
         known = self.get(cid)
         self._load(known)
         return known
 
     def examine(self, folder: Path) -> Report:
-        """Returns the doctor's report on a folder; a refusal is a finding."""
+        """Return the doctor's report on a folder; a refusal is a finding."""
         rules = self.rules
         return examine(
             folder,
@@ -214,7 +214,7 @@ class AdapterCatalog:
             return list(self._known.values())
 
     def read(self, cid: str) -> AdapterImage:
-        """Reads, hashes, checks and packs an adapter; called on the loader's threads."""
+        """Read, hash, check and pack an adapter; called on the loader's threads."""
         return self._load(self.get(cid))
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class AdapterCatalog:
         )
 
     def _recorded(self, folder: Path, found: InspectedAdapter) -> VerifiedValues | None:
-        """Returns the CID by the store's record, with the warnings of an earlier check, if any."""
+        """Return the CID by the store's record, with the warnings of an earlier check, if any."""
         digests = self._find_digests(folder)
         if digests is None:
             return None

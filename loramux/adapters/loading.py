@@ -227,7 +227,7 @@ class _OpenImage:
 class _PackedPart:
     maxima: list[RankMaxima]
     extras: list[float]
-    """The largest absolute value of each part beside low rank."""
+    """The largest absolute value of each extra."""
     began: float
     ended: float
 

@@ -51,7 +51,7 @@ def rank_maxima(module: LoraModule) -> RankMaxima:
 
 
 def largest_of(part: ExtraTensor) -> float:
-    """Return the largest absolute value of a part beside low rank.
+    """Return the largest absolute value of a extra.
 
     Raises AdapterRefused for values that are not finite.
     """

@@ -69,7 +69,7 @@ class Delta:
 
 
 def failure_of(delta: Delta) -> LoramuxError:
-    """Returns the error to raise for a choice that ended with FinishReason.ERROR."""
+    """Return the error to raise for a choice that ended with FinishReason.ERROR."""
     message = delta.error or "The engine failed on this request."
     match delta.error_code:
         case "timeout":
@@ -125,21 +125,21 @@ class TextBackend(AdapterHost, Protocol):
         ...
 
     async def page_kinds(self) -> bytes:
-        """Returns a letter for each page of the pool, in the order of their addresses.
+        """Return a letter for each page of the pool, in the order of their addresses.
 
         k: KV of a sequence; p: cached prefix; a: adapter; ".": free.
         """
         ...
 
     async def codec_for(self, selection: Selection) -> TextCodec:
-        """Returns the tokenizer of a selection: the adapter's own if it has one, else the base's.
+        """Return the tokenizer of a selection: the adapter's own if it has one, else the base's.
 
         Raises AdapterNotFound, or AdapterRefused for a tokenizer that does not fit the base.
         """
         ...
 
     def submit(self, request: Request) -> AsyncIterator[Delta]:
-        """Yields the deltas of all choices until each has its finish_reason.
+        """Yield the deltas of all choices until each has its finish_reason.
 
         The backend sets the request's seed and end-of-sequence ids. Closing the iterator early
         aborts the request. Raises InvalidRequest, DoesNotFit, AdapterNotFound, AdapterRefused (it

@@ -47,7 +47,7 @@ class GpuSettings:
 
 
 def gpu_total_bytes(name: str) -> int:
-    """Returns the nominal memory of a GPU; raises InvalidRequest for an unknown one."""
+    """Return the nominal memory of a GPU; raise InvalidRequest for an unknown one."""
     key = name.lower().removeprefix("nvidia-")
     if key not in GPU_GIB:
         variants = [known for known in GPU_GIB if known.startswith(f"{key}-")]
@@ -89,7 +89,7 @@ def plan_gpu_memory(
 
 
 def augmented_bytes(base: PlannedBase, num_ranks: int) -> int:
-    """Returns the size of the rows behind the base weights, `num_ranks` for every projection."""
+    """Return the size of the rows behind the base weights, `num_ranks` for every projection."""
     per_rank = sum(linear.in_features * len(linear.projections) for linear in base.shapes.linears)
     return num_ranks * per_rank * base.shapes.num_layers * base.element_bytes
 

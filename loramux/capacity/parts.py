@@ -36,7 +36,7 @@ COMPARED_RANK = 16
 def plan_layout(
     base: PlannedBase, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
 ) -> DenseLayout | RankBlockLayout:
-    """Returns the layout in the pool of an adapter with these ranks and parts.
+    """Return the layout in the pool of an adapter with these ranks and parts.
 
     Raises DoesNotFit for a part whose rows are larger than a page.
     """
@@ -54,7 +54,7 @@ def measure_adapter(
     ranks: Mapping[ModuleKey, int],
     extras: Sequence[ExtraSpec] = (),
 ) -> MeasuredAdapter:
-    """Returns the size of an adapter with these ranks by (layer, projection) and parts."""
+    """Return the size of an adapter with these ranks by (layer, projection) and parts."""
     layout = plan_layout(base, ranks, extras)
     if isinstance(layout, DenseLayout):
         low_rank_elements = layout.low_rank_elements
@@ -79,19 +79,19 @@ def measure_adapter(
 
 
 def low_rank_bytes(base: PlannedBase, projection: str, rank: int) -> int:
-    """Returns the size in the pool, without padding, of the low rank of one projection."""
+    """Return the size in the pool, without padding, of the low rank of one projection."""
     return sum(part.bytes for part in measure_adapter(base, "", {(0, projection): rank}).parts)
 
 
 def base_token_bytes(base: PlannedBase) -> int:
-    """Returns the bytes of the base that a decode step reads for a token: all but the embedding."""
+    """Return the bytes of the base that a decode step reads for a token: all but the embedding."""
     shapes = base.shapes
     lookup = 0 if shapes.tie_embeddings else shapes.vocab_size * shapes.hidden_size
     return (shapes.num_parameters - lookup) * base.element_bytes
 
 
 def full_module_warnings(base: PlannedBase, adapter: MeasuredAdapter) -> Iterator[str]:
-    """Yields what the full weights of an adapter cost, if it has any."""
+    """Yield what the full weights of an adapter cost, if it has any."""
     for part in adapter.parts:
         if part.kind != FULL_WEIGHT:
             continue
@@ -122,7 +122,7 @@ def _extra_sizes(base: PlannedBase, extras: Sequence[ExtraSpec]) -> Iterator[Par
 
 
 def _elements_per_token(spec: ExtraSpec) -> int:
-    """Returns the elements that a token reads: of tables by token, one row."""
+    """Return the elements that a token reads: of tables by token, one row."""
     is_lookup = spec.module == EMBEDDING and spec.kind is not ExtraKind.LOW_RANK_B
     return spec.width if is_lookup else spec.num_rows * spec.width
 

@@ -128,7 +128,7 @@ def _caches(
 
 
 def _max_device_adapters(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> int | None:
-    """Returns the limit of the GPU's tables of adapters, or None on a CPU."""
+    """Return the limit of the GPU's tables of adapters, or None on a CPU."""
     if base.packing != "paged":
         return None
     most = min(MAX_DEVICE_ADAPTERS, budgets.device_bytes // base.page_bytes)
@@ -146,7 +146,7 @@ def _device_room_bytes(base: PlannedBase, budgets: Budgets, kv_tokens: int) -> i
 
 
 def _needed_device_bytes(base: PlannedBase, budgets: Budgets, adapter_bytes: int) -> int:
-    """Returns the smallest pool for all adapters and the KV tokens it would reserve."""
+    """Return the smallest pool for all adapters and the KV tokens it would reserve."""
     if budgets.kv_tokens is not None:
         num_kv_pages = math.ceil(budgets.kv_tokens / base.block_tokens)
     else:
@@ -160,7 +160,7 @@ def _needed_device_bytes(base: PlannedBase, budgets: Budgets, adapter_bytes: int
 
 
 def _tier_plans(fleet: Fleet, caches: Sequence[_TierSizes]) -> list[TierPlan]:
-    """Returns the plan of each tier; its hit rate excludes the hits of faster tiers."""
+    """Return the plan of each tier; its hit rate excludes the hits of faster tiers."""
     by_zipf = _hit_rates(zipf_shares(fleet.num_adapters, fleet.zipf), caches)
     by_uniform = _hit_rates(zipf_shares(fleet.num_adapters, 0.0), caches)
     plans = []
@@ -193,7 +193,7 @@ def _hit_rates(shares: Array, caches: Sequence[_TierSizes]) -> list[HitRate]:
 
 
 def _sizes(base: PlannedBase, fleet: Fleet) -> dict[MeasuredAdapter | int, AdapterSize]:
-    """Returns the size of each distinct adapter, in the order of their first turn."""
+    """Return the size of each distinct adapter, in the order of their first turn."""
     if not fleet.measured:
         return {rank: _adapter_size(base, fleet, rank) for rank in dict.fromkeys(fleet.ranks)}
     return {
@@ -212,7 +212,7 @@ def _sizes(base: PlannedBase, fleet: Fleet) -> dict[MeasuredAdapter | int, Adapt
 
 
 def _count(fleet: Fleet, members: Sequence[object], member: object) -> int:
-    """Returns how many of the adapters are of one of the members, which take turns."""
+    """Return how many of the adapters are of one of the members, which take turns."""
     rounds, rest = divmod(fleet.num_adapters, len(members))
     return rounds * members.count(member) + members[:rest].count(member)
 
@@ -239,7 +239,7 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
 def _paged_elements(
     base: PlannedBase, sites: tuple[LinearSpec, ...], fleet: Fleet, rank: int
 ) -> int:
-    """Returns the size of an adapter in rank blocks.
+    """Return the size of an adapter in rank blocks.
 
     It is exact up to MAX_EXACT_RANK; the pages of a higher rank are those of several lower ones,
     because the time of the layout grows with the rank.
@@ -299,24 +299,24 @@ def _rounded(share: float) -> float:
 
 
 def zipf_shares(num_adapters: int, exponent: float) -> Array:
-    """Returns the fraction of requests for each adapter, proportional to 1 / i ** exponent."""
+    """Return the fraction of requests for each adapter, proportional to 1 / i ** exponent."""
     weights: Array = np.arange(1, num_adapters + 1, dtype=np.float64) ** -exponent
     shares: Array = weights / weights.sum()
     return shares
 
 
 def num_kept(sizes: Array, capacity: float) -> int:
-    """Returns how many adapters fit, in order of popularity."""
+    """Return how many adapters fit, in order of popularity."""
     return int(np.searchsorted(np.cumsum(sizes), capacity, side="right"))
 
 
 def ideal_hit_rate(shares: Array, sizes: Array, capacity: float) -> float:
-    """Returns the hit rate of a cache that keeps the most popular adapters."""
+    """Return the hit rate of a cache that keeps the most popular adapters."""
     return float(shares[: num_kept(sizes, capacity)].sum())
 
 
 def lru_hit_rate(shares: Array, sizes: Array, capacity: float) -> float:
-    """Returns the hit rate of an LRU cache by Che's approximation for independent requests.
+    """Return the hit rate of an LRU cache by Che's approximation for independent requests.
 
     An item stays if it is requested again within the characteristic time T, which is the same for
     all items; T is the time for which the expected content fills the cache.

@@ -162,7 +162,7 @@ class ServeView:
 
 
 def command_for(url: str, model: ReadyModel) -> str:
-    """A command that asks the model with its first adapter."""
+    """Return a command that asks the model with its first adapter."""
     names = model.adapter_names
     if isinstance(model.card, ModelCard):
         return curl_command(url, names[0] if names else model.base_name)
@@ -185,7 +185,7 @@ def weight_text(card: ModelCard) -> str:
 
 
 def engine_facts(card: HostCard) -> Iterator[tuple[str, str]]:
-    """The device of a running engine and the sizes that follow from it, by name."""
+    """Yield the device of a running engine and the sizes that follow from it, by name."""
     device = "CPU" if card.gpu_name is None else f"{card.gpu_name} ({card.device})"
     yield "Device", f"{device}, {card.dtype}"
     if isinstance(card, ModelCard) and (weights := weight_text(card)):
@@ -211,7 +211,7 @@ def engine_facts(card: HostCard) -> Iterator[tuple[str, str]]:
 
 
 def server_url(host: str, port: int, *, is_https: bool = False) -> str:
-    """The URL of the server; for a wildcard address, that of the loopback interface."""
+    """Return the URL of the server; for a wildcard address, that of the loopback interface."""
     host = EVERYWHERE.get(host, host)
     scheme = "https" if is_https else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -320,7 +320,7 @@ def serve(config: Path | None = None, **flags: Any) -> None:
 def flag_parameter(
     setting: Setting, *, panel: str | None = None, alias: str | None = None
 ) -> inspect.Parameter:
-    """The parameter that typer turns into the setting's option; None means not given.
+    """Return the parameter that typer turns into the setting's option; None means not given.
 
     An alias is a hidden option under a former name of the setting.
     """

@@ -126,7 +126,7 @@ class AsyncClient:
         return self._stream(call, CompletionChunk)
 
     async def models(self) -> list[ModelCard]:
-        """The models of the server: the base first, then its adapters."""
+        """Return the models of the server: the base first, then its adapters."""
         return list(wire.decode(await self._send(wire.get("/v1/models")), ModelList).data)
 
     async def adapters(self, *, busiest: int | None = None) -> list[AdapterInfo]:

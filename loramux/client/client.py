@@ -130,7 +130,7 @@ class Client:
         return self._stream(call, CompletionChunk)
 
     def models(self) -> list[ModelCard]:
-        """The models of the server: the base first, then its adapters."""
+        """Return the models of the server: the base first, then its adapters."""
         return list(wire.decode(self._send(wire.get("/v1/models")), ModelList).data)
 
     def adapters(self, *, busiest: int | None = None) -> list[AdapterInfo]:

@@ -184,7 +184,7 @@ def transport_errors(base_url: str, *, streaming: bool = False) -> Iterator[None
 
 
 def error_of(response: httpx2.Response) -> ClientError:
-    """The error of a response whose body has been read."""
+    """Return the error of a response whose body has been read."""
     error = error_for_status(response.status_code, response.text)
     if isinstance(error, Retryable):
         error.retry_after_s = parse_retry_after(response.headers.get("retry-after"))

@@ -57,7 +57,7 @@ class ImageCatalog:
             return list(self._known.values())
 
     def identify(self, place: Path) -> ReadAdapter:
-        """Reads, checks and packs a file or folder; raises AdapterRefused or DoesNotFit."""
+        """Read, check and pack a file or folder; raise AdapterRefused or DoesNotFit."""
         began = time.perf_counter()
         adapter, report = read_adapter(place, self._names)
         self._check_size(adapter)
@@ -66,12 +66,12 @@ class ImageCatalog:
         return ReadAdapter(card, image, time.perf_counter() - began, report)
 
     def adopt(self, card: ImageAdapterCard) -> None:
-        """Makes an adapter known by its card alone; a load checks its files."""
+        """Make an adapter known by its card alone; a load checks its files."""
         with self._lock:
             self._known[card.cid] = card
 
     def give(self, adapter: ImageAdapter) -> ReadAdapter:
-        """Makes an adapter known that has no file; it is kept until it is forgotten."""
+        """Make an adapter known that has no file; it is kept until it is forgotten."""
         self._check_size(adapter)
         image = self._packing.pack(adapter)
         with self._lock:
@@ -86,7 +86,7 @@ class ImageCatalog:
             self._given.pop(cid, None)
 
     def read(self, cid: str) -> AdapterImage:
-        """Reads, checks and packs a registered adapter; called on the loader's threads."""
+        """Read, check and pack a registered adapter; called on the loader's threads."""
         given = self._given.get(cid)
         if given is not None:
             return given
@@ -101,12 +101,12 @@ class ImageCatalog:
         return self._packing.pack(adapter)
 
     def verify(self, cid: str) -> ImageAdapterCard:
-        """Reads an adapter again as a cold load does; raises AdapterRefused."""
+        """Read an adapter again as a cold load does; raise AdapterRefused."""
         self.read(cid)
         return self.get(cid)
 
     def examine(self, place: Path) -> dict[str, Any]:
-        """Returns what a file contains, or why it is refused."""
+        """Return what a file contains, or why it is refused."""
         try:
             adapter, report = read_adapter(place, self._names)
         except AdapterRefused as error:

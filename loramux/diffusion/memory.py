@@ -81,10 +81,10 @@ class DeviceAdapters:
         return self._packing.dense.page_bytes
 
     def fence(self, page_ids: list[int]) -> None:
-        """Does nothing: no buffer is written again after its first use."""
+        """Do nothing: no buffer is written again after its first use."""
 
     def write(self, image: AdapterImage) -> None:
-        """Copies an image to the device; called on the loader's threads."""
+        """Copy an image to the device; called on the loader's threads."""
         if self._copier is None:
             self._written[image.cid] = image.buffer
             return
@@ -139,18 +139,18 @@ class ImageMemory:
         return self.tier.clock
 
     def move_adapters(self) -> None:
-        """Takes loads that have ended and starts new ones; called once per step."""
+        """Take loads that have ended and starts new ones; called once per step."""
         # The second time for loads that have ended at once.
         for _ in range(2):
             self.residency.poll()
 
     def admit(self, found: ReadAdapter) -> None:
-        """Registers an adapter; keeps its image in host memory for its first load."""
+        """Register an adapter; keep its image in host memory for its first load."""
         self.catalog.adopt(found.card)
         self.residency.admit(found.image, found.read_s)
 
     def write_disk(self, found: ReadAdapter) -> None:
-        """Writes the image of an adapter to the disk tier; any thread may call it."""
+        """Write the image of an adapter to the disk tier; any thread may call it."""
         if self.tiers.disk is not None:
             self.tiers.disk.put(found.image)
 
@@ -182,7 +182,7 @@ def build_memory(
     device: torch.device,
     loads: Executor,
 ) -> ImageMemory:
-    """Builds the memory; `loads` runs the loads."""
+    """Build the memory; `loads` runs the loads."""
     packing = ImagePacking(
         names.targets, dtype, page_bytes=options.page_bytes, allocate=host_buffer(device)
     )
@@ -233,7 +233,7 @@ def build_memory(
 
 
 def _disk_tier(options: MemoryOptions, packing: ImagePacking, tier: PageTier) -> DiskTier | None:
-    """Returns the tier of packed adapters on disk; None: there is no folder or space for it."""
+    """Return the tier of packed adapters on disk; None: there is no folder or space for it."""
     if options.disk_folder is None or options.disk_bytes <= 0:
         return None
     return DiskTier(

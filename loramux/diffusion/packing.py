@@ -67,7 +67,7 @@ class ImagePacking:
         self.dense = DensePacking(linears, dtype, page_bytes, allocate)
 
     def pack(self, adapter: ImageAdapter) -> AdapterImage:
-        """Raises AdapterRefused for weights that are not finite in the packed type."""
+        """Raise AdapterRefused for weights that are not finite in the packed type."""
         pairs = {
             _name(component, path): pair
             for component, modules in adapter.components.items()
@@ -96,7 +96,7 @@ class ImagePacking:
         return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)
 
     def unpack(self, layout: AdapterLayout, buffer: Tensor) -> dict[str, dict[str, ModuleDelta]]:
-        """Returns component -> path -> the matrices, which are views of the buffer."""
+        """Return component -> path -> the matrices, which are views of the buffer."""
         assert isinstance(layout, DenseLayout)
         found: dict[str, dict[str, ModuleDelta]] = {}
         names = [name for _, name in layout.places] + [key[1] for key in layout.extras.places]
@@ -135,7 +135,7 @@ def _column(layout: DenseLayout, buffer: Tensor, name: str, kind: ExtraKind) -> 
 
 
 def _extras(name: str, delta: ModuleDelta) -> Iterator[ExtraSpec]:
-    """Yields the parts beside low rank, each as one column, which has no gaps."""
+    """Yield the extras, each as one column, which has no gaps."""
     if isinstance(delta, Kronecker):
         size = delta.left.numel() + delta.right.numel()
         shape = (*delta.left.shape, len(delta.right), delta.skip)

@@ -175,7 +175,7 @@ def _working_bytes(executors: GpuExecutors) -> int:
 
 
 def largest_step(limits: BatchLimits, block_tokens: int) -> StepPlan:
-    """A step of the most tokens and sequences, sampling a token for each sequence."""
+    """Return a step of the most tokens and sequences, sampling a token for each sequence."""
     num_sequences = min(limits.max_sequences, limits.max_batch_tokens)
     lengths = [limits.max_batch_tokens // num_sequences] * num_sequences
     lengths[0] += limits.max_batch_tokens - sum(lengths)
@@ -183,7 +183,7 @@ def largest_step(limits: BatchLimits, block_tokens: int) -> StepPlan:
 
 
 def warm_up_steps(limits: BatchLimits, block_tokens: int, num_pages: int) -> list[StepPlan]:
-    """Steps of prefill and decode at small and large sizes, which use different kernels."""
+    """Step of prefill and decode at small and large sizes, which use different kernels."""
     longest = min(limits.max_pages, num_pages // 4) * block_tokens
     most = max(1, min(limits.max_batch_tokens, longest - 1))
     few = max(1, most // 8)

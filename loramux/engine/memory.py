@@ -80,23 +80,23 @@ class EngineMemory:
         return self.tier.clock
 
     def move_adapters(self) -> None:
-        """Takes loads that have ended and starts new ones; called once per step."""
+        """Take loads that have ended and starts new ones; called once per step."""
         began = time.perf_counter()
         if self.residency.poll():
             self.stalls.add(time.perf_counter() - began)
 
     def identify(self, folder: Path) -> IdentifiedAdapter:
-        """Reads, checks and packs an adapter; called on other threads than the step loop's."""
+        """Read, check and pack an adapter; called on other threads than the step loop's."""
         return self.catalog.identify(folder)
 
     def admit(self, found: IdentifiedAdapter) -> None:
-        """Registers an identified adapter; keeps its image in host memory for its first load."""
+        """Register an identified adapter; keep its image in host memory for its first load."""
         self.catalog.adopt(found.card)
         if found.loaded is not None:
             self.residency.admit(found.loaded.image, found.loaded.times.total_s)
 
     def write_disk(self, found: IdentifiedAdapter) -> None:
-        """Writes the image of an identified adapter to the disk tier; any thread may call it."""
+        """Write the image of an identified adapter to the disk tier; any thread may call it."""
         if found.loaded is not None and self.tiers.disk is not None:
             self.tiers.disk.put(found.loaded.image)
 
@@ -120,7 +120,7 @@ def build_memory(
     clock: Clock,
     loads: Executor | None = None,
 ) -> EngineMemory:
-    """Builds the memory of an engine; `loads` runs the loads, None for loader threads."""
+    """Build the memory of an engine; `loads` runs the loads, None for loader threads."""
     policy = make_policy(config.eviction)
     pages = PageAllocator(rank.num_pages)
     reuse = ReuseEstimator(rank.num_pages)

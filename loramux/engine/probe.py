@@ -22,7 +22,7 @@ _PROBE_POOL_BYTES = 2**30
 
 
 def max_logit_change(model_path: Path, adapter_folder: Path) -> float:
-    """Loads base and adapter, and returns the largest absolute change of a logit.
+    """Load base and adapter, and return the largest absolute change of a logit.
 
     It computes on the CPU in float32, so that rounding does not hide the effect of a small adapter.
     """
@@ -38,7 +38,7 @@ def max_logit_change(model_path: Path, adapter_folder: Path) -> float:
 
 
 def probe(engine: Engine, adapter_folder: Path) -> float:
-    """Returns the largest absolute change of a logit by the adapter."""
+    """Return the largest absolute change of a logit by the adapter."""
     cid = engine.register_adapter(adapter_folder).cid
     # The tokens are spread over the vocabulary, and equal for all adapters of a base.
     tokens = [(i * 7919 + 1) % engine.vocab_size for i in range(_NUM_PROBE_TOKENS)]
@@ -49,7 +49,7 @@ def probe(engine: Engine, adapter_folder: Path) -> float:
 
 
 def load_weights(model_path: Path, base: BaseModelInfo) -> BaseWeights:
-    """Loads the weights that parts of adapters are computed from."""
+    """Load the weights that parts of adapters are computed from."""
 
     def dtype(sizes: DecoderConfig) -> torch.dtype:
         return resolve_dtype("auto", num_parameters=base.num_parameters)

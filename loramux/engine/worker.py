@@ -87,7 +87,7 @@ class Worker(StepLoop[TokenEvent, AdapterCard]):
         self._engine.close()
 
     def _send_events(self, events: list[TokenEvent]) -> None:
-        """Sends the events, with statistics if they are due or the engine becomes idle."""
+        """Send the events, with statistics if they are due or the engine becomes idle."""
         self._num_steps += 1
         self._free_removed()
         if self._is_report_due or (events and not self._engine.has_work):
@@ -130,7 +130,7 @@ class Worker(StepLoop[TokenEvent, AdapterCard]):
     def _start_reading(
         self, command: Register | RegisterMany | Identify | Verify | Examine
     ) -> None:
-        """Starts a command that reads files on a thread, which sends the answer."""
+        """Start a command that reads files on a thread, which sends the answer."""
 
         def fill(answer: Answer[AdapterCard]) -> None:
             match command:
@@ -170,7 +170,7 @@ class Worker(StepLoop[TokenEvent, AdapterCard]):
         return found
 
     def _store(self, path: Path) -> Registration[AdapterCard]:
-        """Writes one adapter to the disk before the next is read: many would fill the memory."""
+        """Write one adapter to the disk before the next is read: many would fill the memory."""
         found = self._identify(path)
         self._engine.memory.write_disk(found)
         return Registration(adapter=found.card)
@@ -200,12 +200,12 @@ def _threads(name: str, num_threads: int) -> ThreadPoolExecutor:
 
 
 def serve(connection: socket.socket, pulse: Pulse) -> int:
-    """Serves the server at the other end of the socket; returns the exit status."""
+    """Serve the server at the other end of the socket; return the exit status."""
     return serve_engine(connection, pulse, Command, Start, open_loop)
 
 
 def open_loop(start: Start, channel: EngineChannel, pulse: Pulse) -> tuple[ModelCard, Worker]:
-    """Builds the engine, and says how far it is."""
+    """Build the engine, and say how far it is."""
     config, choice = resolve_config(EngineConfig(**start.settings))
     phases = StartPhases(lambda what, share: channel.send(Progress(what=what, share=share)))
     ahead = CompileAhead() if _compiles_ahead(config) else None

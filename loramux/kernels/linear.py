@@ -49,7 +49,7 @@ class LinearMethod(Protocol):
         ...
 
     def slots(self, projection: Projection) -> Mapping[str, Slot]:
-        """The destinations of a projection's tensors by parameter name: weight, bias, ..."""
+        """Return the destinations of a projection's tensors by parameter name: weight, bias, ..."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class LinearMethod(Protocol):
         ...
 
     def dequantised_rows(self, rows: slice = ALL_ROWS) -> Tensor:
-        """The rows [rows, in] of the weight in floating point."""
+        """Return the rows [rows, in] of the weight in floating point."""
         ...
 
     @property

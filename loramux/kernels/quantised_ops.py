@@ -103,7 +103,7 @@ class QuantisedGemmOps(Protocol):
     def multiply_vectors(
         self, x: Tensor, weight: EightBitWeight, y: Tensor, *, rounds: bool
     ) -> None:
-        """rounds: round x to e4m3 at the scale of its row, as one term of `quantise_rows` does."""
+        """round: round x to e4m3 at the scale of its row, as one term of `quantise_rows` does."""
 
     def multiply_many(self, x: Tensor, weight: EightBitWeight) -> Tensor:
         """Return x @ weight.T for any number of rows, with x rounded to e4m3; one scale per output.

@@ -23,7 +23,7 @@ class LoraContext:
         """The wrapped modules, without adapters."""
         self.batch: LoraBatch | None = None
         self.extras: StepExtras | None = None
-        """Parts beside low rank of the batch's adapters; None if they have none."""
+        """Extras of the batch's adapters; None if they have none."""
         self.merged: Mapping[SiteKey, LinearMethod] | None = None
         """Linears with merged adapters that replace the base for all rows of this forward."""
 
@@ -86,7 +86,7 @@ class LoraLinear(nn.Module):
 def attach(
     layers: Iterable[nn.Module], site_names: Iterable[str], kernels: LoraKernels
 ) -> LoraContext:
-    """Wraps layer.<site name> of each layer; the returned context selects the adapters."""
+    """Wrap layer.<site name> of each layer; the returned context selects the adapters."""
     context = LoraContext(kernels)
     names = tuple(site_names)
     for index, layer in enumerate(layers):

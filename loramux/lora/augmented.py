@@ -79,7 +79,7 @@ class AugmentedCache:
         return True
 
     def num_needed(self, slots: Iterable[int]) -> int:
-        """The number of blocks that these adapters take together."""
+        """Return the number of blocks that these adapters take together."""
         return sum(map(self._num_blocks, slots))
 
     def is_within(self, slots: Iterable[int], max_blocks: int) -> bool:
@@ -105,7 +105,7 @@ class AugmentedCache:
         return slot in self._held and all(block < limit for block in self._held[slot])
 
     def _insert(self, slot: int, wanted: Iterable[int], limit: int) -> None:
-        """Copies an adapter into free blocks below limit, evicting the least recently used."""
+        """Copy an adapter into free blocks below limit, evicting the least recently used."""
         needed = self._num_blocks(slot)
         while sum(block < limit for block in self._free) < needed:
             self.forget(

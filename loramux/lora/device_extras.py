@@ -1,4 +1,4 @@
-"""Tables of the resident adapters' parts beside low rank, in tensors that kernels read."""
+"""Tables of the resident adapters' extras, in tensors that kernels read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _MODEL_MATRICES = {
 
 
 class ExtrasUse(IntFlag):
-    """The parts beside low rank that the adapters of a step have."""
+    """The extras that the adapters of a step have."""
 
     NONE = 0
     LINEARS = auto()
@@ -118,7 +118,7 @@ class DeviceExtras:
         return cid in self._residents
 
     def add(self, adapter: ResidentAdapter) -> None:
-        """Adds an adapter with parts beside low rank; raises DoesNotFit when the tables are full.
+        """Add an adapter with parts beside low rank; raise DoesNotFit when the tables are full.
 
         Its pages may still be written, but not moved.
         """
@@ -149,7 +149,7 @@ class DeviceExtras:
             self._ranges.remove(resident.slot)
 
     def uses(self, selections: Sequence[Selection]) -> ExtrasUse:
-        """The parts that any adapter of these selections has."""
+        """Return the parts that any adapter of these selections has."""
         found = ExtrasUse.NONE
         if self._residents:
             for selection in selections:
@@ -169,7 +169,7 @@ class DeviceExtras:
         return max((self._vocab_size, *heads))
 
     def entries(self, selection: Selection) -> Entries:
-        """The adapters of a selection that have such parts."""
+        """Return the adapters of a selection that have such parts."""
         return tuple(
             SlotEntry(resident.slot, weight, resident.has_matrices)
             for cid, weight in selection
@@ -179,7 +179,7 @@ class DeviceExtras:
     def _tabulate(
         self, adapter: ResidentAdapter, heap_start: int, num_pages: int
     ) -> tuple[Ints, Ints]:
-        """The rows of `vectors` and `matrices` of an adapter."""
+        """Return the rows of `vectors` and `matrices` of an adapter."""
         layout = adapter.layout.extras
         page_width = layout.page_width
         vectors = np.full(self.vectors.shape[1:], NO_VECTOR, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Parts beside low rank of a step's adapters, computed with torch ops on the rows that use them.
+"""Extras of a step's adapters, computed with torch ops on the rows that use them.
 
 Rows without such parts are not touched, and steps without them do not come here.
 """
@@ -54,7 +54,7 @@ class PagedRows:
         return self.pieces[0][0]
 
     def take(self, rows: Tensor) -> Tensor:
-        """Copies the rows of these indices: [indices, width]."""
+        """Copy the rows of these indices: [indices, width]."""
         if len(self.pieces) == 1:
             return self.pieces[0].index_select(0, rows)
         out = self.pieces[0].new_empty(rows.shape[0], self.pieces[0].shape[1])
@@ -135,7 +135,7 @@ class ExtrasSource:
         self._views: dict[str, AdapterViews] = {}
 
     def gather(self, selections: Iterable[Selection]) -> dict[str, AdapterViews]:
-        """Returns the views of those adapters of the selections that have parts."""
+        """Return the views of those adapters of the selections that have parts."""
         cids = dict.fromkeys(cid for selection in selections for cid, _ in selection)
         found = {}
         for cid in cids:
@@ -166,7 +166,7 @@ class StepExtras:
 
     @classmethod
     def of(cls, source: ExtrasSource, runs: Sequence[RowRun]) -> StepExtras | None:
-        """Returns the parts of a step; None if none of its adapters has any."""
+        """Return the parts of a step; None if none of its adapters has any."""
         views = source.gather(run.selection for run in runs)
         return cls(source, views, runs) if views else None
 
@@ -187,7 +187,7 @@ class StepExtras:
         return site in modules or any((layer, p) in modules for p in self._source.columns[name])
 
     def change_linear(self, site: SiteKey, linear: LinearMethod, x: Tensor, y: Tensor) -> None:
-        """Changes y = linear(x) in place, before low rank is added to it."""
+        """Change y = linear(x) in place, before low rank is added to it."""
         layer, name = site
         if not self.changes_linear(site):
             return
@@ -201,13 +201,13 @@ class StepExtras:
             _scale_add(mine, group, layer, name)
 
     def change_norm(self, layer: int, name: str, normed: Tensor) -> None:
-        """Changes the output of a norm in place."""
+        """Change the output of a norm in place."""
         if (layer, name) in self._modules:
             for group in self._groups:
                 _scale_add(normed[group.rows], group, layer, name)
 
     def base_tokens(self, token_ids: Tensor) -> Tensor:
-        """Returns tokens that the base has; `change_embedding` replaces those that it lacks."""
+        """Return tokens that the base has; `change_embedding` replaces those that it lacks."""
         if not self.vocab_sizes(EMBEDDING):
             return token_ids
         replaced = torch.zeros_like(token_ids, dtype=torch.bool)
@@ -217,13 +217,13 @@ class StepExtras:
         return token_ids.masked_fill(replaced, 0)
 
     def change_embedding(self, embedded: Tensor, token_ids: Tensor, scale: float) -> None:
-        """Changes the base's embeddings in place; `scale` is the model's factor on embeddings."""
+        """Change the base's embeddings in place; `scale` is the model's factor on embeddings."""
         if (MODEL_LEVEL, EMBEDDING) in self._modules:
             for group in self._groups:
                 _change_embedding(embedded[group.rows], token_ids[group.rows], group, scale)
 
     def vocab_sizes(self, module: str) -> list[int]:
-        """The numbers of tokens of the full embeddings or heads of these adapters."""
+        """Return the numbers of tokens of the full embeddings or heads of these adapters."""
         key: ExtraKey = (MODEL_LEVEL, module, ExtraKind.WEIGHT)
         return [one.parts[key].num_rows for one in self._views.values() if key in one.parts]
 
@@ -234,7 +234,7 @@ class StepExtras:
         head: Callable[[Tensor], Tensor],
         cap: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Computes the logits [rows, vocabulary] in float32.
+        """Compute the logits [rows, vocabulary] in float32.
 
         `rows` are the rows of the step that `hidden` [rows, hidden] belongs to; `head` computes the
         logits of the base and `cap` its softcap. The vocabulary is the largest of these rows;
@@ -331,7 +331,7 @@ def _change_logits(logits: Tensor, hidden: Tensor, group: RowGroup) -> None:
 
 
 def _weighted_column(group: RowGroup, kind: ExtraKind) -> Tensor | None:
-    """The sum of vectors over the vocabulary, which are stored as columns, in float32."""
+    """Return the sum of vectors over the vocabulary, which are stored as columns, in float32."""
     total: Tensor | None = None
     for rows, weight in group.parts(MODEL_LEVEL, HEAD, kind):
         column = _whole(rows)[:, 0].float() * weight
@@ -340,7 +340,7 @@ def _weighted_column(group: RowGroup, kind: ExtraKind) -> Tensor | None:
 
 
 def _partner(group: RowGroup, a: PagedRows, module: str) -> PagedRows:
-    """The LOW_RANK_B of the adapter that this LOW_RANK_A belongs to."""
+    """Return the LOW_RANK_B of the adapter that this LOW_RANK_A belongs to."""
     for views, _ in group.members:
         if views.get(MODEL_LEVEL, module, ExtraKind.LOW_RANK_A) is a:
             return views.parts[MODEL_LEVEL, module, ExtraKind.LOW_RANK_B]

@@ -32,7 +32,7 @@ _ENTRIES_PER_SEQUENCE = 4
 
 
 def graph_limits(max_rows: int, max_sequences: int, tile_rows: int) -> ExtrasLimits:
-    """The limits of the steps of a graph."""
+    """Return the limits of the steps of a graph."""
     most = _ENTRIES_PER_SEQUENCE * max_sequences
     return ExtrasLimits(
         max_rows=max_rows,
@@ -56,7 +56,7 @@ class ExtrasStep:
     def change_linear(
         self, y: Tensor, x: Tensor, bias: Tensor | None, layer: int, site: int
     ) -> None:
-        """Applies weights, gains and biases to the output of a fused linear, before its low rank.
+        """Apply weights, gains and biases to the output of a fused linear, before its low rank.
 
         `bias` is the base's.
         """
@@ -70,7 +70,7 @@ class ExtrasStep:
             self.kernels.scale_add(self.tables, y, self.numbers.vector(layer, number))
 
     def change_attention_norm(self, normed: Tensor, layer: int) -> None:
-        """The layer after the last one stands for the final norm."""
+        """Return the step of a layer; the one after the last layer is the final norm."""
         self._change_norm(normed, self.numbers.vector(layer, ATTENTION_NORM))
 
     def change_mlp_norm(self, normed: Tensor, layer: int) -> None:
@@ -116,12 +116,12 @@ class ExtrasWork:
         limits: ExtrasLimits,
         out: Ints,
     ) -> int:
-        """Writes the list of a step; returns its number of words. Raises WorkListFull."""
+        """Write the list of a step; return its number of words. Raises WorkListFull."""
         entries = [self.directory.entries(selection) for selection in selections]
         return build_extras_list(entries, lengths, limits, out)
 
     def step(self, words: Tensor, limits: ExtrasLimits, uses: ExtrasUse) -> ExtrasStep:
-        """Returns a step whose list is, or will be, in `words`."""
+        """Return a step whose list is, or will be, in `words`."""
         directory = self.directory
         tables = ExtrasTables(
             pool=self._pool,
@@ -137,7 +137,7 @@ class ExtrasWork:
     def step_now(
         self, selections: Sequence[Selection], lengths: Sequence[int]
     ) -> ExtrasStep | None:
-        """Returns a step with a list of its own; None: no adapter has parts beside low rank."""
+        """Return a step with a list of its own; None: no adapter has extras."""
         uses = self.directory.uses(selections)
         if not uses:
             return None

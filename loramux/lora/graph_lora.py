@@ -34,7 +34,7 @@ class LoraMode:
     sites: tuple[str, ...] | None = None
     """Fused linears that have LoRA kernels; None: all."""
     extras: ExtrasUse = ExtrasUse.NONE
-    """Parts beside low rank that have kernels. Graphs with any are captured when steps need them,
+    """Extras that have kernels. Graphs with any are captured when steps need them,
     and their other adapters take the segmented path."""
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class GraphLora:
     def fill(
         self, selections: Sequence[Selection], lengths: Sequence[int], num_rows: int, out: Ints
     ) -> LoraMode | None:
-        """Writes the work list of a graph of num_rows rows; None: no graph has room for the step.
+        """Write the work list of a graph of num_rows rows; None: no graph has room for the step.
 
         Selection i applies to the next lengths[i] rows; the remaining rows are padding.
         """
@@ -115,7 +115,7 @@ class GraphLora:
         return LoraMode(LoraPath.SEGMENTED, extras=uses)
 
     def fill_padding(self, mode: LoraMode, num_rows: int, out: Ints) -> None:
-        """Writes the work list of a step of padding rows alone, as a graph of this mode reads it.
+        """Write the work list of a step of padding rows alone, as a graph of this mode reads it.
 
         Kernels expect every row in the list: an empty one would leave them the rows of an earlier
         step, which may have had more of them.
@@ -128,7 +128,7 @@ class GraphLora:
             self.segmented.fill([()], [num_rows], out)
 
     def begin(self, mode: LoraMode, num_rows: int) -> SegmentedWork | AugmentedStep | None:
-        """Launches a graph's first LoRA kernel; returns what its layers call (None: base only)."""
+        """Launch a graph's first LoRA kernel; return what its layers call (None: base only)."""
         if mode.path is LoraPath.NONE:
             return None
         work = self.segmented if mode.sites is None else self.segmented.at_sites(mode.sites)

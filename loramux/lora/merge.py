@@ -68,7 +68,7 @@ class PageDeltas:
             rows.addmm_(b.t(), own_a.t(), alpha=scale)
 
     def _read(self, adapter: ResidentAdapter, place: SitePlace) -> Tensor:
-        """Reads the site's weights in float32, from the pages that hold them only."""
+        """Read the site's weights in float32, from the pages that hold them only."""
         last = place.slices[-1]
         start, stop = place.a_offset, last.offset + last.rank * last.out_features
         width, storage = self.pages.width, self.pages.storage
@@ -107,7 +107,7 @@ class MergeSource:
         return total
 
     def merged(self, site: SiteKey, selection: Selection) -> LinearMethod:
-        """The fused linear with the selection added in float32 and rounded once."""
+        """Return the fused linear with the selection added in float32 and rounded once."""
         base = self.bases[site]
         weight = base.dequantised_rows()
         total = weight.to(torch.float32, copy=True)
@@ -135,7 +135,7 @@ class MergedWeights:
 
     @torch.inference_mode()
     def advance(self, may_go_on: Callable[[], bool]) -> None:
-        """Builds one site, then more while `may_go_on` returns True; adapters must be resident."""
+        """Build one site, then more while `may_go_on` returns True; adapters must be resident."""
         while not self.is_complete:
             site = self._touched[len(self.sites)]
             self.sites[site] = self._source.merged(site, self.selection)

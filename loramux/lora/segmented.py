@@ -63,7 +63,7 @@ class DeviceDirectory:
         device: torch.device,
         extras: DeviceExtras | None = None,
     ) -> None:
-        """`extras`: the parts of adapters beside low rank; None: no adapter has any."""
+        """`extras`: the extras of adapters; None: no adapter has any."""
         self.sites = tuple(sites)
         self.extras = extras
         self._projections = [name for site in sites for name in site.projections]
@@ -96,7 +96,7 @@ class DeviceDirectory:
         return cid in self._slot_of
 
     def add(self, adapter: ResidentAdapter) -> None:
-        """Adds an adapter; raises DoesNotFit when the tables are full."""
+        """Add an adapter; raise DoesNotFit when the tables are full."""
         layout = adapter.layout
         assert isinstance(layout, RankBlockLayout)
         table = self._tables.get(layout.key)
@@ -124,7 +124,7 @@ class DeviceDirectory:
             raise
 
     def remove(self, cid: str) -> int | None:
-        """Removes an adapter; returns the slot that it had, None if it had none."""
+        """Remove an adapter; return the slot that it had, None if it had none."""
         slot = self._slot_of.pop(cid, None)
         if slot is not None:
             self.blocks.remove(slot)
@@ -189,11 +189,11 @@ class SegmentedWork:
         return self._device.pool
 
     def read_from(self, words: Tensor) -> None:
-        """Uses part of a larger buffer as the work list."""
+        """Use part of a larger buffer as the work list."""
         self.tables = replace(self.tables, work=words)
 
     def at_sites(self, sites: Collection[str]) -> SegmentedWork:
-        """Returns the same tables for steps whose adapters change these sites alone."""
+        """Return the same tables for steps whose adapters change these sites alone."""
         return SegmentedWork(self._device, self.tables, sites)
 
     def covers(self, site: int) -> bool:
@@ -201,14 +201,14 @@ class SegmentedWork:
         return self._sites is None or self.tables.sites[site].shape.name in self._sites
 
     def fill(self, selections: Sequence[Selection], num_rows: Sequence[int], out: Ints) -> int:
-        """Writes the work list into `out`; returns the number of words. Raises WorkListFull."""
+        """Write the work list into `out`; return the number of words. Raises WorkListFull."""
         directory, limits = self._device.directory, self.tables.limits
         slots = [directory.slots_of(selection) for selection in selections]
         tiles = _tiles(slots, num_rows, limits.tile_rows)
         return build_work_list(tiles, directory.blocks, limits, out)
 
     def fill_now(self, selections: Sequence[Selection], num_rows: Sequence[int]) -> None:
-        """Writes and resolves the step's work list on the device, growing the tables if needed."""
+        """Write and resolve the step's work list on the device, growing the tables if needed."""
         while True:
             limits = self.tables.limits
             words = np.empty(limits.num_words, dtype=np.int32)
@@ -222,7 +222,7 @@ class SegmentedWork:
         self.resolve()
 
     def resolve(self) -> None:
-        """Launches the first kernel of a step, after the work list was copied to the device."""
+        """Launch the first kernel of a step, after the work list was copied to the device."""
         device = self._device
         device.kernels.resolve(self.tables, device.directory.addresses, device.directory.slots)
 

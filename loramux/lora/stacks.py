@@ -66,7 +66,7 @@ class LoraStacks:
         return sum(s.storage.numel() * s.storage.element_size() for s in self._stacks.values())
 
     def place(self, adapters: Sequence[ResidentAdapter]) -> list[Stack]:
-        """Returns stacks whose slots hold these adapters, one stack per layout.
+        """Return stacks whose slots hold these adapters, one stack per layout.
 
         They are in the order of their layouts, whatever the batch: kernels add the adapters of a
         row stack after stack, and the rounding of a sum depends on the order.
@@ -90,7 +90,7 @@ class LoraStacks:
         return stack
 
     def _copy_missing(self, stack: Stack, members: list[ResidentAdapter]) -> None:
-        """Assigns slots: adapters keep theirs, new ones take slots that are not wanted."""
+        """Assign slots: adapters keep theirs, new ones take slots that are not wanted."""
         if not self._in_place:
             del stack.slots[len(members) :]
         wanted = {member.cid for member in members}
@@ -105,7 +105,7 @@ class LoraStacks:
             self._provide(stack, slot, member)
 
     def _provide(self, stack: Stack, slot: int, member: ResidentAdapter) -> None:
-        """Sets the slot's address to the adapter, copying it if it cannot be read in place."""
+        """Set the slot's address to the adapter, copying it if it cannot be read in place."""
         if self._in_place and member.is_contiguous:
             stack.addresses[slot] = self._pages.address(member.page_ids[0])
             return

@@ -34,16 +34,16 @@ class PagePool:
         return self._storage.nbytes
 
     def view(self, dtype: torch.dtype) -> PageView:
-        """Returns the pages as elements of a dtype; the bytes of a page must be a multiple."""
+        """Return the pages as elements of a dtype; the bytes of a page must be a multiple."""
         return PageView(self._storage.view(dtype))
 
     def fence(self, page_ids: list[int]) -> None:
-        """Makes the next write of these pages wait for the steps launched so far (GPU only)."""
+        """Make the next write of these pages wait for the steps launched so far (GPU only)."""
         if self._copier is not None:
             self._fences[page_ids[0]] = Fence(self.device)
 
     def write(self, page_ids: list[int], buffer: torch.Tensor) -> None:
-        """Copies a flat buffer into pages, in order; the rest of the last page is not written.
+        """Copy a flat buffer into pages, in order; the rest of the last page is not written.
 
         Any thread may call it. On a GPU the copy runs on a stream of its own.
         """
@@ -57,7 +57,7 @@ class PagePool:
             self.write_slice(page_ids, start, data[start : start + SLICE_BYTES])
 
     def write_slice(self, page_ids: list[int], start: int, data: memoryview) -> None:
-        """Copies a part of a flat buffer into pages, from byte `start` on (CPU only).
+        """Copy a part of a flat buffer into pages, from byte `start` on (CPU only).
 
         It uses numpy: torch would start an OpenMP team for the calling thread, on the step loop's
         cores.
@@ -106,7 +106,7 @@ class PageView:
         return self.storage.data_ptr() + page_id * self.width * self.storage.element_size()
 
     def read(self, page_ids: list[int], out: torch.Tensor) -> None:
-        """Copies pages, in order, into `out` [len(page_ids) * elements of a page]."""
+        """Copy pages, in order, into `out` [len(page_ids) * elements of a page]."""
         index = torch.tensor(page_ids, device=self.storage.device)
         torch.index_select(self.storage, 0, index, out=out.view(len(page_ids), -1))
 
@@ -114,7 +114,7 @@ class PageView:
 def copy_pairs(
     storage: torch.Tensor, page_ids: list[int], buffer: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns (target, source) for each run of contiguous pages, in the order of the buffer."""
+    """Return (target, source) for each run of contiguous pages, in the order of the buffer."""
     width = storage.shape[1]
     pairs = []
     first = 0

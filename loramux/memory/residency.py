@@ -41,7 +41,7 @@ class Catalog(Protocol):
     """Knows the registered adapters by CID."""
 
     def get(self, cid: str) -> AdapterCard:
-        """Raises AdapterNotFound."""
+        """Raise AdapterNotFound."""
         ...
 
 
@@ -52,7 +52,7 @@ class AdapterMemory(Protocol):
     def page_bytes(self) -> int: ...
 
     def fence(self, page_ids: list[int]) -> None:
-        """Makes the next write of these pages wait for the steps launched so far."""
+        """Make the next write of these pages wait for the steps launched so far."""
         ...
 
     def add(self, adapter: ResidentAdapter) -> None:
@@ -123,7 +123,7 @@ class AdapterResidency:
         return self._record(cid).num_pages
 
     def add_waiters(self, cids: Iterable[str]) -> None:
-        """Adds one waiter to each adapter; loads those that are not on the device."""
+        """Add one waiter to each adapter; load those that are not on the device."""
         records = [self._record(cid) for cid in cids]
         self.limits.check(records)
         for record in records:
@@ -147,7 +147,7 @@ class AdapterResidency:
                     self._pending.pop(cid, None)
 
     def prioritize(self, cids: Iterable[str]) -> None:
-        """Moves adapters before all others that wait for pages; they may evict any idle one."""
+        """Move adapters before all others that wait for pages; they may evict any idle one."""
         for cid in cids:
             record = self._records[cid]
             record.wait_tick = -next(self._ticks)
@@ -157,7 +157,7 @@ class AdapterResidency:
                 self._pending = {cid: None, **self._pending}
 
     def is_ready(self, cids: Iterable[str]) -> bool:
-        """Returns whether all are on the device; raises the error of a load that failed."""
+        """Return whether all are on the device; raise the error of a load that failed."""
         ready = True
         for cid in cids:
             error = self._records[cid].error
@@ -182,12 +182,12 @@ class AdapterResidency:
             self._update_candidate(self._records[cid])
 
     def missing_pages(self, cids: Iterable[str]) -> int:
-        """Returns the number of pages that the adapters need and do not own yet."""
+        """Return the number of pages that the adapters need and do not own yet."""
         records = [self._record(cid) for cid in set(cids)]
         return sum(record.num_pages for record in records if not record.page_ids)
 
     def tier_of(self, cid: str) -> AdapterState:
-        """Returns the fastest tier of an adapter; during a load that from which it is loaded."""
+        """Return the fastest tier of an adapter; during a load that from which it is loaded."""
         record = self._records.get(cid)
         if record is not None and record.is_in_flight:
             return record.load_origin
@@ -196,11 +196,11 @@ class AdapterResidency:
         return self._placement.resting_state(cid)
 
     def tier_found(self, cids: Iterable[str]) -> AdapterState | None:
-        """Returns the slowest tier that a request finds its adapters in; None without adapters."""
+        """Return the slowest tier that a request finds its adapters in; None without adapters."""
         return min(map(self.tier_of, cids), key=_SLOWEST_FIRST.index, default=None)
 
     def load_s(self, cids: Iterable[str]) -> float:
-        """Returns the seconds of the longest of the adapters' last loads."""
+        """Return the seconds of the longest of the adapters' last loads."""
         found = (self._records.get(cid) for cid in cids)
         return max((record.load_s for record in found if record is not None), default=0.0)
 
@@ -225,14 +225,14 @@ class AdapterResidency:
         return len(self._resident)
 
     def poll(self, *, timeout_s: float = 0.0) -> int:
-        """Takes the loads that have ended and starts new ones; returns the number of both."""
+        """Take the loads that have ended and starts new ones; return the number of both."""
         results = self._tiers.loader.results(timeout_s=timeout_s)
         for result in results:
             self._finish_load(result)
         return len(results) + self._start_loads()
 
     def load_now(self, cids: Iterable[str]) -> bool:
-        """Waits for the adapters and leases them; returns False if they do not fit at once."""
+        """Wait for the adapters and lease them; return False if they do not fit at once."""
         wanted = list(cids)
         self.add_waiters(wanted)
         try:
@@ -260,11 +260,11 @@ class AdapterResidency:
             self._pending[cid] = None
 
     def prewarm(self, cids: Iterable[str]) -> None:
-        """Loads adapters in the background, as long as free pages last and without evictions."""
+        """Load adapters in the background, as long as free pages last and without evictions."""
         self._prewarm.update(dict.fromkeys(cids))
 
     def admit(self, image: AdapterImage, read_s: float) -> None:
-        """Puts an image that was packed before its first use into host memory, if it fits there."""
+        """Put an image that was packed before its first use into host memory, if it fits there."""
         record = self._records.get(image.cid)
         if image.cid in self._tiers.host or (record is not None and record.is_in_flight):
             return

@@ -65,7 +65,7 @@ def augment_linears(decoder: Decoder, num_blocks: int) -> None:
 
 
 def appended_rows(decoder: Decoder) -> list[list[Tensor]] | None:
-    """The appended rows as [layers][linears] of [blocks, projections, 16, in].
+    """Return the appended rows as [layers][linears] of [blocks, projections, 16, in].
 
     None if the linears are not augmented.
     """

@@ -124,7 +124,9 @@ class DecoderLayer(nn.Module):
         )
 
     def linear(self, name: str) -> LinearMethod:
-        """The linear of the spec of this name, which another LinearMethod may have replaced."""
+        """Return the linear of the spec of this name, which another LinearMethod may
+        have replaced.
+        """
         return cast(LinearMethod, getattr(self, name))
 
     def describe(
@@ -134,7 +136,7 @@ class DecoderLayer(nn.Module):
         linear: Callable[[LinearSpec, LinearMethod], L],
         norm: MakeNorm[N],
     ) -> Layer[L, N]:
-        """The layer for an op set, which makes its own linears and norms."""
+        """Return the layer for an op set, which makes its own linears and norms."""
 
         def made(module: RMSNorm | HeadNorm | None) -> N | None:
             return None if module is None else norm(module)
@@ -208,7 +210,7 @@ class Decoder(nn.Module):
         )
 
     def linears(self) -> Iterator[tuple[LinearSpec, LinearMethod]]:
-        """The linears of all layers, layer by layer."""
+        """Yield the linears of all layers, layer by layer."""
         for layer in cast("list[DecoderLayer]", list(self.layers)):
             for spec in layer.specs:
                 yield spec, layer.linear(spec.name)
@@ -224,7 +226,7 @@ class Decoder(nn.Module):
         linear: Callable[[int, LinearSpec, LinearMethod], L],
         norm: MakeNorm[N],
     ) -> list[Layer[L, N]]:
-        """The layers for an op set; `linear` is called with (layer, spec, method)."""
+        """Return the layers for an op set; `linear` is called with (layer, spec, method)."""
         layers = cast("list[DecoderLayer]", list(self.layers))
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
         next_norms = [None if module is None else norm(module) for module in following]

@@ -34,7 +34,7 @@ class TensorSlot:
 
 
 def whole(target: Tensor, row_map: RowMap | None = None) -> TensorSlot:
-    """The slot of a tensor that fills the target."""
+    """Return the slot of a tensor that fills the target."""
     return TensorSlot(target.data, tuple(target.shape), row_map=row_map)
 
 

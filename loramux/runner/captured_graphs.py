@@ -139,7 +139,7 @@ class CapturedGraphs(ABC, Generic[Inputs]):
         return self.device_logits(1)
 
     def device_logits(self, num_rows: int) -> DeviceLogits:
-        """The first rows of logits, with the inputs that sample them."""
+        """Return the first rows of logits, with the inputs that sample them."""
         found = self._logits_of.get(num_rows)
         if found is None:
             inputs, rows = self._inputs, slice(num_rows)
@@ -161,7 +161,7 @@ class CapturedGraphs(ABC, Generic[Inputs]):
                 inputs.send_padding()
 
     def _send_extras(self, lists: Iterable[tuple[Sequence[Selection], Sequence[int]]]) -> bool:
-        """Send the selections and lengths for parts beside low rank; False: they do not fit."""
+        """Send the selections and lengths for extras; False: they do not fit."""
         assert self._extras, "adapters have no parts beside low rank"
         for inputs, (selections, lengths) in zip(self._extras, lists, strict=True):
             if not inputs.fill(selections, lengths):

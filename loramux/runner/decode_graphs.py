@@ -49,7 +49,7 @@ class DecodeGraphs(CapturedGraphs[DecodeInputs]):
         device: torch.device,
         extras: ExtrasWork | None = None,
     ) -> None:
-        """`extras`: of adapters with parts beside low rank; None: there are no such adapters."""
+        """`extras`: of adapters with extras; None: there are no such adapters."""
         sizes = limits.batch_sizes
         most = sizes[-1]
         inputs = DecodeInputs(

@@ -1,4 +1,4 @@
-"""The host inputs of a graph for parts of adapters beside low rank."""
+"""The host inputs of a graph for extras of adapters."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class OpsWithExtras(Generic[X, N]):
         decoder: Decoder,
         selected: Sequence[int] | None = None,
     ) -> None:
-        """`selected`: the rows that `select` of these ops keeps; None: all."""
+        """Take the rows that `select` of these ops keeps as `selected`; None: all."""
         self._ops = ops
         self._extras = extras
         self._selected = selected
@@ -93,7 +93,7 @@ class OpsWithExtras(Generic[X, N]):
         return self._ops.linear_glu(linear, x)
 
     def _norm_after(self, linear: LinearMethod) -> tuple[int, str]:
-        """The layer and name of the norm that follows a linear."""
+        """Return the layer and name of the norm that follows a linear."""
         assert isinstance(linear, LoraLinear), "linears are wrapped"
         layer, name = linear.site
         if name in self._mixer_outputs:

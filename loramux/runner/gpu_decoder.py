@@ -102,7 +102,7 @@ class GpuDecoder:
     ) -> Tensor:
         """Compute the normed hidden state of every token; token_ids, positions [tokens] int32.
 
-        `extras`: parts of adapters beside low rank; `lora` is then on the segmented path.
+        `extras`: extras of adapters; `lora` is then on the segmented path.
         """
         if extras is None:
             ops = GpuOps(self._context, plan, self._linear_ops(lora))
@@ -118,7 +118,7 @@ class GpuDecoder:
     ) -> Tensor:
         """Compute the logits [tokens, vocab] in float32.
 
-        `extras`: parts of adapters beside low rank for these tokens; `num_columns`: of an
+        `extras`: extras of adapters for these tokens; `num_columns`: of an
         adapter's vocabulary that is larger than the base's.
         """
         if extras is None:

@@ -83,7 +83,7 @@ class ExtrasGpuOps(GpuOps):
         return residual
 
     def norm(self, residual: Tensor, norm: Norm | None) -> Tensor:
-        """The attention norm of the first layer; `linear_add_norm` computes the others."""
+        """Return the attention norm of the first layer; `linear_add_norm` computes the others."""
         normed = super().norm(residual, norm)
         if norm is None:
             return normed

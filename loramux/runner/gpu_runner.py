@@ -463,7 +463,8 @@ class GpuRunner(RankMemory):
     def _logits(
         self, hidden: Tensor, selections: Sequence[Selection], lengths: Sequence[int]
     ) -> Tensor:
-        """The logits [tokens, vocab] of the next lengths[i] tokens with selection i, in float32.
+        """Return the logits [tokens, vocab] of the next lengths[i] tokens with selection i, in
+        float32.
 
         If an adapter adds tokens to the vocabulary, those of other sequences are -inf there.
         """
@@ -474,7 +475,7 @@ class GpuRunner(RankMemory):
         return self._decoder.logits(hidden, extras, num_columns)
 
     def _logits_of(self, batch: StepBatch) -> LogitsOf:
-        """The logits of adjacent rows of one sequence."""
+        """Return the logits of adjacent rows of one sequence."""
 
         def logits_of(some: Tensor, rows: Sequence[int]) -> Tensor:
             if self._extras is None:

@@ -109,7 +109,7 @@ class PrefillGraphs(CapturedGraphs[PrefillInputs]):
         return self.device_logits(len(uses.sampled))
 
     def _send_parts(self, chunks: Sequence[Chunk], lengths: Sequence[int], uses: RowUses) -> bool:
-        """Send the parts beside low rank of all rows, and those of the sampled ones."""
+        """Send the extras of all rows, and those of the sampled ones."""
         of_rows = [chunk.selection for chunk in chunks], lengths
         return self._send_extras([of_rows, (uses.selections, [1] * len(uses.sampled))])
 

@@ -29,7 +29,7 @@ class RowUses:
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> Self:
-        """Number the rows of these chunks, one chunk behind the other."""
+        """Return the number the rows of these chunks, one chunk behind the other."""
         start = 0
         sampled: list[int] = []
         samples: list[SampleRow] = []

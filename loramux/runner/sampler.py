@@ -155,7 +155,7 @@ def _scale(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _broken_rows(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
-    """Returns the rows whose token has a logit that is not finite: every method finds those."""
+    """Return the rows whose token has a logit that is not finite: every method finds those."""
     if not token_ids:
         return []
     chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)

@@ -40,7 +40,7 @@ class LinearShape:
 
 
 def linear_shapes(config: DecoderConfig) -> list[LinearShape]:
-    """The dispatched linears of a model: torch computes those with a bias."""
+    """Return the dispatched linears of a model: torch computes those with a bias."""
     found = [
         LinearShape(
             spec.name,
@@ -62,13 +62,13 @@ def linear_shapes(config: DecoderConfig) -> list[LinearShape]:
 
 
 def row_counts(min_rows: int) -> list[int]:
-    """The row counts of all graphs that are tuned."""
+    """Return the row counts of all graphs that are tuned."""
     counts = {*BATCH_SIZES, *TOKEN_COUNTS}
     return sorted(count for count in counts if min_rows <= count <= TUNED_ROWS[-1])
 
 
 def appended_blocks(num_rows: int, augmented_ranks: int) -> list[int]:
-    """The numbers of rank blocks that steps of num_rows rows compute behind a weight."""
+    """Return the numbers of rank blocks that steps of num_rows rows compute behind a weight."""
     launch, num_blocks = augmented_launch(num_rows), augmented_ranks // RANK_BLOCK
     most = min(launch.max_blocks, num_blocks)
     narrow = launch.narrow_blocks

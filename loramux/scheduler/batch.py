@@ -18,17 +18,17 @@ class AdapterGate(Protocol):
     """The scheduler's view of the adapters; it does not know in which tier they are."""
 
     def num_pages(self, cid: str) -> int:
-        """Raises AdapterNotFound."""
+        """Raise AdapterNotFound."""
         ...
 
     def add_waiters(self, cids: Iterable[str]) -> None:
-        """Adds a waiter to each and starts their loads; each needs one remove_waiters()."""
+        """Add a waiter to each and starts their loads; each needs one remove_waiters()."""
         ...
 
     def remove_waiters(self, cids: Iterable[str]) -> None: ...
 
     def is_ready(self, cids: Iterable[str]) -> bool:
-        """Returns whether all are on the device; raises the error of a load that failed."""
+        """Return whether all are on the device; raise the error of a load that failed."""
         ...
 
     def acquire(self, cids: Iterable[str]) -> bool:
@@ -38,11 +38,11 @@ class AdapterGate(Protocol):
     def release(self, cids: Iterable[str]) -> None: ...
 
     def missing_pages(self, cids: Iterable[str]) -> int:
-        """Returns the number of pages that the adapters need and do not own yet."""
+        """Return the number of pages that the adapters need and do not own yet."""
         ...
 
     def prioritize(self, cids: Iterable[str]) -> None:
-        """Moves these adapters before all others that wait for pages."""
+        """Move these adapters before all others that wait for pages."""
         ...
 
     @property
@@ -122,11 +122,11 @@ class Batch:
         return len(self._users)
 
     def runs_all(self, cids: Iterable[str]) -> bool:
-        """Returns whether all of these adapters are in the batch."""
+        """Return whether all of these adapters are in the batch."""
         return self.first_missing(cids) is None
 
     def first_missing(self, cids: Iterable[str]) -> str | None:
-        """Returns the first of these adapters that is not in the batch."""
+        """Return the first of these adapters that is not in the batch."""
         for cid in cids:
             if cid not in self._users:
                 return cid
@@ -138,7 +138,7 @@ class Batch:
         return limit is None or len((self._users.keys() - set(without)) | set(cids)) <= limit
 
     def could_admit(self, sequence: Sequence, victims: list[Sequence]) -> bool:
-        """Returns whether the sequence might fit without the victims.
+        """Return whether the sequence might fit without the victims.
 
         It is an upper bound: pages that victims share with others stay in use.
         """
@@ -162,13 +162,13 @@ class Batch:
         return False
 
     def pages_without(self, victims: list[Sequence]) -> int:
-        """Returns an upper bound of the pages available without the victims."""
+        """Return an upper bound of the pages available without the victims."""
         held = sum(len(victim.page_ids) for victim in victims)
         adapters = sum(self._adapters.num_pages(cid) for cid in self._unused_without(victims))
         return self._reclaimer.num_available + held + adapters
 
     def admit(self, sequence: Sequence, *, num_reserved: int) -> bool:
-        """Starts a sequence, leaving num_reserved pages; returns False if it does not fit."""
+        """Start a sequence, leaving num_reserved pages; return False if it does not fit."""
         if not self.has_slot or not self.fits_adapter_limit(sequence.cids):
             return False
         if not self._adapters.acquire(sequence.cids):
@@ -202,7 +202,7 @@ class Batch:
             del sequence.page_ids[needed:]
 
     def share(self, sequence: Sequence) -> None:
-        """Commits the whole blocks that the sequence has computed to the prefix cache."""
+        """Commit the whole blocks that the sequence has computed to the prefix cache."""
         if sequence.num_computed >= sequence.adapter_start:
             self._in_context.pop(sequence.sequence_id, None)
         if self._prefixes is None or sequence.lease is None:
@@ -228,12 +228,12 @@ class Batch:
         return -(-num_tokens // self._config.block_tokens)
 
     def claims(self) -> dict[Owner, list[int]]:
-        """Returns the unshared pages of each sequence."""
+        """Return the unshared pages of each sequence."""
         own = {sequence.owner: sequence.page_ids[sequence.num_shared_pages :] for sequence in self}
         return {owner: page_ids for owner, page_ids in own.items() if page_ids}
 
     def leases(self) -> Counter[str]:
-        """Returns the number of running sequences by CID."""
+        """Return the number of running sequences by CID."""
         return self._users.copy()
 
     def prefix_leases(self) -> list[PrefixLease]:

@@ -50,7 +50,7 @@ class InspectedCard:
     def identified(
         self, cid: str, warnings: tuple[str, ...] = (), tokenizer_digest: str = ""
     ) -> AdapterCard:
-        """Returns the card of a registered adapter; `warnings` are those of its values."""
+        """Return the card of a registered adapter; `warnings` are those of its values."""
         return AdapterCard(
             cid=cid,
             path=self.path,
@@ -65,7 +65,7 @@ class InspectedCard:
 
 
 def vocab_size_of(cards: Sequence[AdapterCard], base_vocab_size: int) -> int:
-    """Returns the number of token ids that the adapters of a selection can read and write."""
+    """Return the number of token ids that the adapters of a selection can read and write."""
     # An adapter that adds tokens is not part of sums.
     own = cards[0].vocab_size if len(cards) == 1 else 0
     return own or base_vocab_size

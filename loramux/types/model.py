@@ -186,7 +186,7 @@ class BaseModelInfo:
         return _targets(self.num_layers, self.linears)
 
     def kv_layout(self, block_tokens: int, dtype: str) -> KVLayout:
-        """The layout of KV pages that hold block_tokens tokens each."""
+        """Return the layout of KV pages that hold block_tokens tokens each."""
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Compare the kernels of parts beside low rank with their reference on a GPU, and time them.
+"""Compare the kernels of extras with their reference on a GPU, and time them.
 
     python -m tests.gpu.extras_check [--parts kernels,engine,times]
 
@@ -112,7 +112,9 @@ def check_kernels() -> Section:
 def kernel_errors(
     world: ExtrasWorld, selections: Sequence[Selection], tile_rows: int
 ) -> dict[str, float]:
-    """The relative error of each kernel; the rows of a graph that a step does not use are NaN."""
+    """Return the relative error of each kernel; the rows of a graph that a step does not use are
+    NaN.
+    """
     dtype, count = world.dtype, len(selections)
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -251,7 +253,7 @@ def engine_errors(
 
 
 def relative(found: dict[int, Tensor], expected: dict[int, Tensor]) -> float:
-    """The largest relative error of a row."""
+    """Return the largest relative error of a row."""
     worst = 0.0
     for number, known in expected.items():
         is_finite = known.isfinite()
@@ -338,7 +340,9 @@ def time_steps() -> Section:
 def graph_of(
     engine: Engine, runner: GpuRunner, selection: Selection, batch: int, *, most: int | None = None
 ) -> Callable[[], None]:
-    """A function that sends the inputs of a step and replays its graph; `most`: rows of it."""
+    """Return a function that sends the inputs of a step and replays its graph; `most`:
+    rows of it.
+    """
     last = engine.pages.num_pages - 1
     count = batch if most is None else most
     chunks = tuple(

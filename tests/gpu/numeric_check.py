@@ -382,7 +382,7 @@ def check_rows(scale: Scale, folder: Path) -> Section:
 
 
 def check_requests(scale: Scale, folder: Path) -> Section:
-    """Requests of an adapter that overflows end with its error; others get all their tokens."""
+    """Request of an adapter that overflows end with its error; others get all their tokens."""
     good, variants = write_adapters(folder, scale)
     rows: Table = []
     for name in OVERFLOWS if scale.dtype != "float16" else ():

@@ -63,7 +63,7 @@ class DenseLayout:
         return max((rank for _, _, ranks in self.key for rank in ranks), default=0)
 
     def with_extras(self, specs: Sequence[ExtraSpec], page_width: int) -> DenseLayout:
-        """Returns the layout of an adapter that also has these parts."""
+        """Return the layout of an adapter that also has these parts."""
         extras = plan_extras(specs, num_elements=self.low_rank_elements, page_width=page_width)
         return replace(self, extras=extras)
 

@@ -86,7 +86,7 @@ class RowsPlace:
     shape: tuple[int, ...] = ()
 
     def pieces(self, page_width: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (first row, number of rows, offset) of the rows in each page."""
+        """Yield (first row, number of rows, offset) of the rows in each page."""
         for number, start in enumerate(range(0, self.num_rows, self.rows_per_page)):
             count = min(self.rows_per_page, self.num_rows - start)
             yield start, count, self.offset + number * page_width
@@ -94,7 +94,7 @@ class RowsPlace:
 
 @dataclass(frozen=True, slots=True)
 class ExtrasLayout:
-    """The places of all parts beside low rank; adapters with equal keys have equal layouts."""
+    """The places of all extras; adapters with equal keys have equal layouts."""
 
     places: Mapping[ExtraKey, RowsPlace] = field(default_factory=dict)
     page_width: int = 0
@@ -126,7 +126,7 @@ NO_EXTRAS = ExtrasLayout()
 
 
 def specs_of(key: Iterable[Sequence[Any]]) -> tuple[ExtraSpec, ...]:
-    """Returns the specs of an ExtrasLayout.key, which may come from a file."""
+    """Return the specs of an ExtrasLayout.key, which may come from a file."""
     return tuple(
         ExtraSpec(layer, module, ExtraKind(kind), num_rows, width, *map(tuple, lists))
         for layer, module, kind, num_rows, width, *lists in key
@@ -134,7 +134,7 @@ def specs_of(key: Iterable[Sequence[Any]]) -> tuple[ExtraSpec, ...]:
 
 
 def num_tokens_of(specs: Iterable[ExtraSpec], module: str) -> int | None:
-    """Returns the rows of a full embedding or head; None if the adapter has the base's."""
+    """Return the rows of a full embedding or head; None if the adapter has the base's."""
     for spec in specs:
         if spec.kind is ExtraKind.WEIGHT and spec.module == module:
             return spec.num_rows

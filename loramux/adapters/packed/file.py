@@ -49,7 +49,7 @@ class KnownLayouts:
 
 
 def write_image(path: Path, image: AdapterImage) -> None:
-    """Writes the file atomically: a reader sees the whole file or none."""
+    """Write the file atomically: a reader sees the whole file or none."""
     payload = _as_bytes(image.buffer)
     fields: dict[str, object] = {
         "cid": image.cid,
@@ -83,7 +83,7 @@ def read_image(
     allocate: Allocate = mapped_buffer,
     on_slice: OnSlice | None = None,
 ) -> AdapterImage:
-    """Reads an image; raises FileNotFoundError, or AdapterRefused when the file is invalid."""
+    """Read an image; raise FileNotFoundError, or AdapterRefused when the file is invalid."""
     with path.open("rb", buffering=0) as file:
         found = _read_header(file.fileno(), path)
         try:
@@ -124,7 +124,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _as_bytes(buffer: torch.Tensor) -> memoryview:
-    """A view of the buffer's memory."""
+    """Return a view of the buffer's memory."""
     view: memoryview = buffer.view(torch.uint8).numpy().data
     return view
 
@@ -135,7 +135,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _read_all(descriptor: int, out: memoryview, path: Path, on_slice: OnSlice | None) -> str:
-    """Fills out and returns the digest of its content."""
+    """Fill out and return the digest of its content."""
     digest = hashlib.sha256()
     start = 0
     while start < len(out):

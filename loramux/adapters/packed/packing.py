@@ -49,11 +49,11 @@ class Packing(Protocol):
     def plan(
         self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
     ) -> AdapterLayout:
-        """Returns the layout of an adapter with these ranks by (layer, projection) and parts."""
+        """Return the layout of an adapter with these ranks by (layer, projection) and parts."""
         ...
 
     def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
-        """Returns a writer of parts to a buffer of the layout's size."""
+        """Return a writer of parts to a buffer of the layout's size."""
         ...
 
     def check(self, modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:

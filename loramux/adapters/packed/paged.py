@@ -81,7 +81,7 @@ class RankBlockLayout:
         return max((rank for _, _, rank in self.key), default=0)
 
     def with_extras(self, specs: Sequence[ExtraSpec]) -> RankBlockLayout:
-        """Returns the layout of an adapter that also has these parts."""
+        """Return the layout of an adapter that also has these parts."""
         extras = plan_extras(specs, num_elements=self.num_elements, page_width=self.page_width)
         return replace(
             self,
@@ -144,14 +144,14 @@ class _Pages:
         return offset
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Returns the (start, stop) of the elements between and after the matrices."""
+        """Return the (start, stop) of the elements between and after the matrices."""
         end = self.num_pages * self.page_width
         bounds = [(0, 0), *sorted(self._placed), (end, end)]
         return ((stop, start) for (_, stop), (start, _) in pairwise(bounds) if stop < start)
 
 
 def page_bytes_of(kv_bytes: int, element_bytes: int, packing: PackingKind) -> int:
-    """Returns the bytes of a page for KV cache of kv_bytes, and for adapters of such elements.
+    """Return the bytes of a page for KV cache of kv_bytes, and for adapters of such elements.
 
     A page is a whole number of the units in which kernels address adapters.
     """
@@ -160,7 +160,7 @@ def page_bytes_of(kv_bytes: int, element_bytes: int, packing: PackingKind) -> in
 
 
 def uses_fp12(in_features: Iterable[int], dtype: torch.dtype | str, page_width: int) -> bool:
-    """Returns whether the A of adapters on such a base is stored as fp12.
+    """Return whether the A of adapters on such a base is stored as fp12.
 
     `dtype` may be a name such as "bfloat16", so that plans need no torch.
     """
@@ -173,7 +173,7 @@ def uses_fp12(in_features: Iterable[int], dtype: torch.dtype | str, page_width: 
 
 
 def fp12_elements(num_rows: int, width: int) -> int:
-    """Returns the number of bfloat16 elements that rows take in fp12; octets are whole."""
+    """Return the number of bfloat16 elements that rows take in fp12; octets are whole."""
     return -(-num_rows // OCTET) * WORDS_PER_COLUMN * 2 * width
 
 
@@ -211,7 +211,7 @@ def plan_rank_blocks(
 def tabulate(
     layout: RankBlockLayout, *, projections: Sequence[str], num_layers: int
 ) -> RankBlockTable:
-    """Converts a layout to arrays; projections of all sites, in the order of their slices."""
+    """Convert a layout to arrays; projections of all sites, in the order of their slices."""
     per_projection = [
         max((len(blocks) for (_, p), blocks in layout.blocks.items() if p == name), default=0)
         for name in projections
@@ -242,7 +242,7 @@ def _blocks(
     *,
     is_fp12: bool,
 ) -> dict[str, list[Piece]]:
-    """The rank blocks of a layer and their sizes."""
+    """Return the rank blocks of a layer and their sizes."""
     blocks: dict[str, list[Piece]] = {}
     for name, rank in ranks.items():
         width_in, width_out = shapes[name]

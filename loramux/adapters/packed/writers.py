@@ -117,7 +117,7 @@ class RankBlockWriter:
         return RankMaxima(maxima, b_maxima)
 
     def _write_compiled(self, module: LoraModule, packer: Fp12PackOps) -> RankMaxima:
-        """Writes the same bytes as the other methods, in one pass over A and one over B."""
+        """Write the same bytes as the other methods, in one pass over A and one over B."""
         a, b = bits_of(module.a), bits_of(module.b)
         largest_a, largest_b = (np.empty(len(a), dtype=np.uint16) for _ in range(2))
         exponents = np.empty(len(a), dtype=np.int64)
@@ -139,7 +139,7 @@ class RankBlockWriter:
         return words.reshape(-1, WORDS_PER_COLUMN, width)
 
     def _write_fp12(self, module: LoraModule, a: Bits) -> tuple[Float64, NDArray[np.int16]]:
-        """Writes A; returns its maxima and the exponents of its rows."""
+        """Write A; return its maxima and the exponents of its rows."""
         served = np.ascontiguousarray(converted_bits(a, module.a.dtype, self._dtype))
         absolute = magnitudes(served)
         largest = absolute.max(axis=1)
@@ -164,7 +164,7 @@ class RankBlockWriter:
 
 
 def write_extra(layout: ExtrasLayout, buffer: torch.Tensor, part: ExtraTensor) -> float:
-    """Writes a part beside low rank to its place; returns its largest absolute value.
+    """Write a extra to its place; return its largest absolute value.
 
     Raises AdapterRefused for values that are not finite in the file or in the serving dtype.
     """
@@ -213,7 +213,7 @@ def check_range(
 
 
 def largest_delta(dtype: torch.dtype) -> float:
-    """Returns the bound on |scale * a * b| of one rank, above which activations overflow.
+    """Return the bound on |scale * a * b| of one rank, above which activations overflow.
 
     An activation of about 1 becomes as large; norms and attention then square it in float32.
     """

@@ -82,7 +82,7 @@ class PeftLoraConfig:
     """The task that PEFT recorded; it is not part of the CID."""
 
     def canonical(self) -> dict[str, object]:
-        """Returns the form that the CID covers: equal for configs that compute the same."""
+        """Return the form that the CID covers: equal for configs that compute the same."""
         fields: dict[str, object] = {
             "peft_type": "LORA",
             "r": self.r,
@@ -122,7 +122,7 @@ def _as_json(names: tuple[str, ...] | str) -> object:
 
 
 def read_config(folder: Path) -> PeftLoraConfig:
-    """Reads and checks the config of an adapter folder; raises AdapterRefused."""
+    """Read and check the config of an adapter folder; raise AdapterRefused."""
     return parse_config(decode_json(read_config_bytes(folder)))
 
 
@@ -301,7 +301,7 @@ def check_targets(config: TargetFields, fields: Mapping[str, object]) -> None:
 def read(
     fields: Mapping[str, object], name: str, parse: Callable[[str, object], Value], default: Value
 ) -> Value:
-    """Returns the parsed field, or the default if it is absent or null."""
+    """Return the parsed field, or the default if it is absent or null."""
     value = fields.get(name)
     return default if value is None else parse(name, value)
 
@@ -363,7 +363,7 @@ def one_or_more_strings(name: str, value: object) -> tuple[str, ...]:
 
 
 def names_or_pattern(name: str, value: object) -> tuple[str, ...] | str:
-    """Returns names sorted and without repeats, because PEFT turns a list into a set."""
+    """Return names sorted and without repeats, because PEFT turns a list into a set."""
     if isinstance(value, str):
         return ALL_LINEAR if value.lower() == ALL_LINEAR else value
     return tuple(sorted(set(strings(name, value))))
@@ -374,7 +374,7 @@ def sorted_names(name: str, value: object) -> tuple[str, ...]:
 
 
 def bias_choice(name: str, value: object) -> str:
-    """Returns which biases were trained; the file tells which biases there are."""
+    """Return which biases were trained; the file tells which biases there are."""
     choices = ("none", "all", "lora_only")
     if value not in choices:
         raise bad_value(name, f"one of {', '.join(choices)}", value)
@@ -382,7 +382,7 @@ def bias_choice(name: str, value: object) -> str:
 
 
 def token_indices(name: str, value: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns the tokens by module; a list is of the embedding."""
+    """Return the tokens by module; a list is of the embedding."""
     listed = value if isinstance(value, dict) else {"embed_tokens": value}
     found = []
     for module, items in sorted(listed.items()):

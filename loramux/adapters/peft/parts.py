@@ -61,7 +61,7 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtraTensor:
-    """The values of a part beside low rank, as the kernels use them."""
+    """The values of a extra, as the kernels use them."""
 
     key: ExtraKey
     values: torch.Tensor

@@ -39,7 +39,7 @@ _NEEDING_BASE = (
 
 
 def read_without_base(folder: Path) -> CheckedAdapter:
-    """Reads, checks and hashes an adapter folder; its base need not be known.
+    """Read, check and hash an adapter folder; its base need not be known.
 
     It makes the checks of `read_adapter`, except for those that need the base: that the modules
     exist there with these shapes, and that no targeted module of the base lacks tensors. Parts
@@ -95,7 +95,7 @@ def refuse_parts_beside(config: PeftLoraConfig, file: FileTensors) -> None:
 
 
 def _target_in_file(path: str, pair: Pair) -> TargetModule:
-    """Returns the module with the shape that the tensors have."""
+    """Return the module with the shape that the tensors have."""
     number = LAYER_NUMBER.match(path)
     return TargetModule(
         path=path,

@@ -245,7 +245,7 @@ def _silu_mul_parallel(gate_up, out):
 
 @njit("void(int64, UniTuple(int64, 4), UniTuple(int64, 2), UniTuple(int64, 2), float32)", **OPTIONS)
 def apply_epilogue(kind, places, widths, rows, eps):
-    """Applies an epilogue to rows of y. places: addresses of y, source, out, weight
+    """Apply an epilogue to rows of y. places: addresses of y, source, out, weight
 
     widths: of y and out   rows: first, stop
     """

@@ -1,4 +1,4 @@
-"""Reference of the parts of adapters beside low rank: one row after the other."""
+"""Reference of the extras of adapters: one row after the other."""
 
 from __future__ import annotations
 

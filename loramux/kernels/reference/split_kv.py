@@ -10,7 +10,7 @@ from loramux.types.kv import KVLayout
 
 
 def partition_decodes(num_tokens: Tensor, partition: Partition) -> Tensor:
-    """Reference of `split_kv.partition_decodes` on the device."""
+    """Compute `split_kv.partition_decodes` of the device."""
     num_tokens, order = num_tokens.sort(descending=True, stable=True)
     place = order.int()
     blocks = torch.stack((place, place, (num_tokens > 0).int(), num_tokens - 1), dim=1)
@@ -21,7 +21,7 @@ def partition_decodes(num_tokens: Tensor, partition: Partition) -> Tensor:
 
 
 def last_slots(num_tokens: Tensor, page_table: Tensor, layout: KVLayout) -> Tensor:
-    """Reference of `split_kv.last_slots` on the device."""
+    """Compute `split_kv.last_slots` of the device."""
     block = layout.block_tokens
     position = (num_tokens - 1).clamp(min=0)
     page = page_table.gather(1, (position // block).long()[:, None]).squeeze(1)

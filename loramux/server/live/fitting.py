@@ -33,7 +33,7 @@ class CachedFit:
         self._counted: tuple[ModelCard, int] | None = None
 
     def max_adapters(self) -> int:
-        """Returns the adapters of rank 16 that fit beside the usual KV cache; at least 1."""
+        """Return the adapters of rank 16 that fit beside the usual KV cache; at least 1."""
         if self._backend.health is Health.STARTING:
             return 1
         card = self._backend.card

@@ -12,7 +12,7 @@ from loramux.wire.text import EngineReport, TierEntry
 
 
 def engine_report(context: HostContext) -> EngineReport:
-    """Reports the engine of the first model, and that of the image model beside it in `image`."""
+    """Report the engine of the first model, and that of the image model beside it in `image`."""
     report = _host_report(context)
     for host in context.others:
         report.image = _host_report(host)

@@ -48,7 +48,7 @@ def plan_routes(context: Context) -> list[Route]:
 
     @routes.post("/v1/adapters/plan", taking(PlanRequest, MemoryPlan))
     async def plan_adapters(request: Call) -> Response:
-        """Computes how many adapters fit in each tier, hit rates, evictions and advice."""
+        """Compute how many adapters fit in each tier, hit rates, evictions and advice."""
         max_bytes = context.options.max_body_bytes
         body, _ = await read_json(request, PlanRequest, max_bytes=max_bytes)
         context.require_ready()
@@ -70,7 +70,9 @@ def would_evict(
     uses: Sequence[AdapterUse],
     names: Mapping[str, str],
 ) -> EvictedNow:
-    """The idle adapters that would be evicted for the planned ones, least recently used first."""
+    """Return the idle adapters that would be evicted for the planned ones, least recently used
+    first.
+    """
     needed = plan.tier("device").used_bytes
     # Before its first step the engine has no stats, and all pages are free.
     room = stats.num_free_pages * plan.base.page_bytes if stats.num_pages else needed
@@ -86,7 +88,7 @@ def would_evict(
 
 
 def _names(context: Context) -> dict[str, str]:
-    """Maps the CID of each named adapter to its first name."""
+    """Map the CID of each named adapter to its first name."""
     names = {cid: context.names.names_of(cid) for cid in context.backend.adapters}
     return {cid: known[0] for cid, known in names.items() if known}
 
@@ -94,7 +96,7 @@ def _names(context: Context) -> dict[str, str]:
 async def _measure(
     context: Context, body: PlanRequest, caller: Caller
 ) -> tuple[MeasuredAdapter, ...]:
-    """Returns the sizes of the adapters that the body names, which the server opens."""
+    """Return the sizes of the adapters that the body names, which the server opens."""
     if body.like is None:
         return ()
     if body.rank is not None or body.targets is not None:

@@ -35,7 +35,7 @@ def push_routes(context: HostContext) -> list[Route]:
         answering(Pushed, 400, 404, 409, 413, 415, 422, 503, 507, path_name="name"),
     )
     async def push(request: Call) -> Response:
-        """Takes a version of an adapter from the body, or from shared memory.
+        """Take a version of an adapter from the body, or from shared memory.
 
         The body is safetensors with adapter_config.json in the header `x-loramux-config`; a form
         with the parts `config` and `weights`; or JSON with `shm`, a folder in /dev/shm. The next
@@ -54,7 +54,7 @@ def push_routes(context: HostContext) -> list[Route]:
         answering(AdapterVersion, 400, 404, 408, 503, path_name="name"),
     )
     async def version(request: Call) -> Response:
-        """Returns content id and version of a name; with `min_version` it waits for that one."""
+        """Return content id and version of a name; with `min_version` it waits for that one."""
         name, least = request.path_params["name"], _number(request, "min_version")
         wait_s = _number(request, "timeout_s")
         deadline = time.monotonic() + min(DEFAULT_WAIT_S if wait_s is None else wait_s, MAX_WAIT_S)

@@ -101,7 +101,7 @@ def test_an_adopted_adapter_is_read_and_checked_at_its_load(tmp_path: Path) -> N
 
 @pytest.fixture
 def num_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Counts the reads of whole weights."""
+    """Count the reads of whole weights."""
     reads: list[Path] = []
     load = FolderLoader.load
 
@@ -124,7 +124,7 @@ def test_weights_are_read_again_only_when_the_files_changed(
 
 
 def idle_adapter(folder: Path) -> Path:
-    """Writes an adapter with a module that has no effect, which is a warning."""
+    """Write an adapter with a module that has no effect, which is a warning."""
     tensors = lora_tensors(tiny_llama_config())
     tensors[min(name for name in tensors if "lora_B" in name)].zero_()
     return write_adapter(folder, lora_config_dict(), tensors)

@@ -120,7 +120,7 @@ def test_tensors_behind_ones_of_a_smaller_type_are_read(tmp_path: Path) -> None:
 
 
 def write_sparse(folder: Path, rank: int, data_bytes: int | None = None) -> Path:
-    """Writes a valid adapter whose data is a hole in its file."""
+    """Write a valid adapter whose data is a hole in its file."""
     target = next(one for one in BASE.targets if one.projection == "q_proj")
     header, at = {}, 0
     for half, shape in (("A", [rank, target.in_features]), ("B", [target.out_features, rank])):

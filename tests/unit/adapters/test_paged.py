@@ -151,7 +151,7 @@ def test_weights_that_overflow_the_served_dtype_are_refused(tmp_path: Path) -> N
 
 
 def random_adapter(scale: float = 0.5, size: float = 0.02) -> Any:
-    """Returns an adapter of rank 19 at one projection; rows of A differ in size, one is zero."""
+    """Return an adapter of rank 19 at one projection; rows of A differ in size, one is zero."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(19, 256, generator=generator) * size
     a *= torch.logspace(-4, 1, 19)[:, None]

@@ -46,14 +46,14 @@ def refusal_of(check: Callable[[], object]) -> tuple[str, str, str]:
 
 
 def register_by_header(catalog: AdapterCatalog, folder: Path) -> None:
-    """Does what a server does until the first request: inspects, then identifies."""
+    """Do what a server does until the first request: inspects, then identifies."""
     assert isinstance(catalog.inspect(folder), InspectedCard), "its values were not checked yet"
     assert not catalog.known()
     catalog.identify(folder)
 
 
 def load_adopted(catalog: AdapterCatalog, folder: Path) -> None:
-    """Does what a new engine does with an adapter that the server knows."""
+    """Do what a new engine does with an adapter that the server knows."""
     catalog.adopt(AdapterCard(cid=CID, path=str(folder), rank=1, num_bytes=1))
     catalog.read(CID)
 

@@ -235,7 +235,7 @@ def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
 
 
 def simulated_lru(shares: np.ndarray, sizes: np.ndarray, capacity: float) -> float:
-    """Returns the hit rate of a simulated LRU cache after its warm-up."""
+    """Return the hit rate of a simulated LRU cache after its warm-up."""
     cache: OrderedDict[int, None] = OrderedDict()
     used, num_hits, num_warm = 0.0, 0, 4000
     asked = np.random.default_rng(7).choice(len(shares), size=24_000, p=shares)

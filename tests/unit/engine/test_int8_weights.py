@@ -36,7 +36,7 @@ def dequantised(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """The oracles have dequantised weights; `folder` has those of the checkpoint."""
+    """Return the oracles have dequantised weights; `folder` has those of the checkpoint."""
     family: str = request.param
     folder = tmp_path_factory.mktemp(family)
     model = tiny_transformers_model(family)

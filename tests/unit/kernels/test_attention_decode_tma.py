@@ -38,7 +38,7 @@ def make_storage(layout: KVLayout, dtype: torch.dtype) -> Tensor:
 
 
 def decode(storage: Tensor, layout: KVLayout, q: Tensor, args: AttendArgs) -> tuple[Tensor, Tensor]:
-    """What is found, and what the reference has, for the sequences that have tokens."""
+    """Return what is found, and what the reference has, for the sequences that have tokens."""
     pages = torch.randperm(len(LENGTHS) * WIDTH).int().view(-1, WIDTH)
     tokens = storage.view(-1, 2, 2, 16, layout.num_kv_heads, layout.head_dim)
     # What no token was written to may hold anything.

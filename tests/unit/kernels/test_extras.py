@@ -1,4 +1,4 @@
-"""Kernels of parts beside low rank, and their reference, against sums of matrix products.
+"""Kernels of extras, and their reference, against sums of matrix products.
 
 The interpreter's matrix product is wrong for bfloat16; tests/gpu/extras_check.py has all dtypes.
 """

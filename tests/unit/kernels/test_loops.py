@@ -97,7 +97,7 @@ def carried_for_bounds_alone(ir: str) -> list[str]:
 
 
 def _result(line: str, number: int) -> str:
-    """What a loop leaves behind in place of a number that it carries."""
+    """Return what a loop leaves behind in place of a number that it carries."""
     name, _, count = line.partition(" = ")[0].strip().partition(":")
     return f"{name}#{number}" if count else name
 

@@ -25,7 +25,7 @@ WIDTH = 6
 
 
 def pages_of(storage: Tensor, layout: KVLayout) -> Tensor:
-    """A view: [pages, layers, keys and values, tokens, heads, dim]"""
+    """Return a view: [pages, layers, keys and values, tokens, heads, dim]"""
     return storage.view(
         -1, layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim
     )

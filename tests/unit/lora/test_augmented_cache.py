@@ -29,7 +29,7 @@ def slots_of(world: World, *cids: str) -> list[int]:
 
 @pytest.fixture
 def world() -> World:
-    """a and c need one block, b needs two."""
+    """Return a batch in which a and c need one block, b needs two."""
     found = World()
     for cid in ("a", "b", "c"):
         found.directory.add(found.residents[cid])

@@ -1,4 +1,4 @@
-"""Tables of parts beside low rank, and the modes and lists of steps that use them."""
+"""Tables of extras, and the modes and lists of steps that use them."""
 
 from __future__ import annotations
 

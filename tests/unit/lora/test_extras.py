@@ -1,4 +1,4 @@
-"""Parts beside low rank on the rows of a step, against the same maths on whole matrices."""
+"""Extras on the rows of a step, against the same maths on whole matrices."""
 
 from __future__ import annotations
 

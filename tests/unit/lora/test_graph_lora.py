@@ -38,13 +38,13 @@ Modules = Sequence[tuple[int, str]]
 def resident(
     cid: str, *places: tuple[int, str], sites: Sequence[LinearSpec] = SITES
 ) -> ResidentAdapter:
-    """Returns an adapter of rank 3 on the given (layer, projection) pairs."""
+    """Return an adapter of rank 3 on the given (layer, projection) pairs."""
     layout = plan_rank_blocks(sites, dict.fromkeys(places, 3), PAGE_ELEMENTS)
     return ResidentAdapter(cid, layout, list(range(layout.num_pages)))
 
 
 def make_lora(*, has_augmented: bool, num_blocks: int = 1) -> GraphLora:
-    """a and b change attention; b needs two rank blocks."""
+    """Return adapters of which a and b change attention; b needs two rank blocks."""
     world = World()
     for cid in ("a", "b"):
         world.directory.add(world.residents[cid])

@@ -48,7 +48,7 @@ def source_of(engine: Engine) -> MergeSource:
 
 
 def base_digest(engine: Engine) -> str:
-    """A digest of every weight that a forward without adapters reads."""
+    """Return a digest of every weight that a forward without adapters reads."""
     digest = hashlib.sha256()
     for name, tensor in sorted(cpu_runner(engine)._decoder.state_dict().items()):
         digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
@@ -148,7 +148,7 @@ def test_what_has_no_merged_form_is_known_before_anything_is_made() -> None:
 
 @pytest.fixture(scope="module", params=["llama", "llama31"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """The second has biases, which a merged copy must keep."""
+    """Return the second has biases, which a merged copy must keep."""
     return tiny_transformers_model(request.param)
 
 

@@ -60,7 +60,7 @@ class Serving:
         return result
 
     def merge(self, selection: Selection, name: str = "merge") -> None:
-        """Serves nothing but this selection until it is merged."""
+        """Serve nothing but this selection until it is merged."""
         for number in range(5):
             request = make_request(
                 f"{name}{number}", (5, 6, 7), selection, max_tokens=12, ignore_eos=True

@@ -95,7 +95,7 @@ class World:
             self.residents[cid] = ResidentAdapter(cid, layout, page_ids)
 
     def first_of(self, cid: str) -> torch.Tensor:
-        """A of site o of the last layer."""
+        """Return a of site o of the last layer."""
         return self._a[cid]
 
     def device(self) -> LoraDevice:
@@ -108,7 +108,7 @@ class World:
         )
 
     def expected(self, x: torch.Tensor, rows: Sequence[Selection]) -> torch.Tensor:
-        """The deltas of site o of the last layer."""
+        """Return the deltas of site o of the last layer."""
         total = torch.zeros(len(rows), self.sites[1].out_features[0])
         for i, selection in enumerate(rows):
             for cid, weight in selection:

@@ -34,7 +34,7 @@ class Shelf:
     def adapter(
         self, cid: str, ranks: dict[tuple[int, str], int], *, is_one_run: bool = False
     ) -> ResidentAdapter:
-        """Adds an adapter; the same CID again gets the same weights in other pages."""
+        """Add an adapter; the same CID again gets the same weights in other pages."""
         layout = plan_dense(SITES, ranks)
         num_pages = self.pages.pages_for(layout.num_elements)
         page_ids = list(range(self._next_page, self._next_page - num_pages, -1))

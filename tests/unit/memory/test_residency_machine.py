@@ -50,7 +50,7 @@ class CountedDisk(DiskTier):
 
 
 def blame(error: LoramuxError) -> tuple[str, str]:
-    """Returns the action and the tier that a failed load counts for."""
+    """Return the action and the tier that a failed load counts for."""
     if "host memory has" in str(error):
         return "out of space", "host"
     is_device = "device does not take" in str(error) or "no row is left" in str(error)
@@ -150,7 +150,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(cid=adapters)
     def admit(self, cid: str) -> None:
-        """Does what the scheduler does: fail the request, lease the adapter, or keep waiting."""
+        """Do what the scheduler does: fail the request, lease the adapter, or keep waiting."""
         if not self.wanted[cid]:
             return
         try:
@@ -238,14 +238,14 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def work(self) -> None:
-        """Polls, runs the loads that were started, and polls again."""
+        """Poll, run the loads that were started, and polls again."""
         for act in (self.poll, lambda: self.load(3), self.poll):
             act()
             self.check()
 
     @rule(cid=adapters)
     def serve(self, cid: str) -> None:
-        """Runs a request from its arrival to its end, if its load succeeds."""
+        """Run a request from its arrival to its end, if its load succeeds."""
         for act in (self.arrive, lambda _: self.work(), self.admit, self.finish):
             act(cid)
             self.check()
@@ -301,7 +301,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(cid=adapters)
     def block_disk(self, cid: str) -> None:
-        """Puts a folder in the place of its file, which can then not be written or read."""
+        """Put a folder in the place of its file, which can then not be written or read."""
         if cid not in self.memory.tiers.disk:
             for folder in Path(self.folder.name).iterdir():
                 (folder / (cid.rpartition(":")[2] + ".image")).mkdir(exist_ok=True)

@@ -105,7 +105,7 @@ def steps_of_kinds(
     pages: dict[str, list[int]],
     modes: tuple[LoraMode, LoraMode],
 ) -> dict[str, torch.Tensor]:
-    """Steps of one mode after another; the logits of their last rows, by adapter."""
+    """Step of one mode after another; the logits of their last rows, by adapter."""
     found = {}
     whole, partial = modes
     for names, mode in (

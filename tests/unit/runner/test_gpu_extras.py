@@ -1,4 +1,4 @@
-"""Adapters with parts beside low rank on the GPU's runner, against models with merged weights."""
+"""Adapters with extras on the GPU's runner, against models with merged weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Scene:
         return self.runner.run(StepPlan(tuple(chunks))).accepted
 
     def decode(self, token: int) -> tuple[dict[int, list[int]], dict[int, Tensor]]:
-        """The tokens of a decode step, and its logits by sequence."""
+        """Return the tokens of a decode step, and its logits by sequence."""
         chunks = [
             decode(i, token, len(prompt), self.pages[i], self.selections[i])
             for i, prompt in enumerate(self.prompts)

@@ -56,7 +56,7 @@ def use(runner: GpuRunner, launch: AugmentedLaunch) -> None:
 
 
 def modes_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraMode]:
-    """The modes of all decode graphs that run from now on."""
+    """Return the modes of all decode graphs that run from now on."""
     found: list[LoraMode] = []
     launch = runner.launch
 

@@ -117,7 +117,7 @@ def delta(request: Request, index: int, piece: bytes, finish: FinishReason | Non
 
 
 async def say_hello(request: Request) -> AsyncIterator[Delta]:
-    """Yields REPLY for all choices in turn, cut at max_tokens."""
+    """Yield REPLY for all choices in turn, cut at max_tokens."""
     said = b"".join(REPLY)
     for number, piece in enumerate(REPLY):
         for index in range(request.params.n):
@@ -134,7 +134,7 @@ async def say_hello(request: Request) -> AsyncIterator[Delta]:
 
 
 def says_it_reused(*num_tokens: int) -> Script:
-    """Returns a script whose first deltas report these numbers of reused tokens by choice."""
+    """Return a script whose first deltas report these numbers of reused tokens by choice."""
 
     async def script(request: Request) -> AsyncIterator[Delta]:
         begun: set[int] = set()
@@ -147,13 +147,13 @@ def says_it_reused(*num_tokens: int) -> Script:
 
 
 def cid_of(folder: Path) -> str:
-    """Derives a CID from the bytes in a folder."""
+    """Derive a CID from the bytes in a folder."""
     content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
     return CID_PREFIX + hashlib.sha256(content).hexdigest()
 
 
 def named(name: str) -> AdapterCard:
-    """Describes the adapter with a name of NAMES."""
+    """Describe the adapter with a name of NAMES."""
     return AdapterCard(cid=CID_PREFIX + name, path=f"/adapters/{name}", rank=8, num_bytes=1024)
 
 

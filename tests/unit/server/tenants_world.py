@@ -244,7 +244,7 @@ class World:
         return asyncio.run(work())
 
     def state(self, tenant: str) -> dict[str, Any]:
-        """What the registry has of a tenant."""
+        """Return what the registry has of a tenant."""
         registry = self.served.registry
         names = registry.adapters(tenant=tenant)
         return {
@@ -254,14 +254,16 @@ class World:
         }
 
     def _receipt(self, step: Step) -> str:
-        """A receipt of the other tenant, or one that does not exist."""
+        """Return a receipt of the other tenant, or one that does not exist."""
         others = self.receipts[1 - step.tenant]
         own = self.receipts[step.tenant]
         found = own if step.variant % 2 else others
         return found[step.variant % len(found)] if found else "rcpt_" + "0" * 32
 
     def key_id(self, step: Step) -> str:
-        """A key that the tenant has made, one of the other tenant, or one that does not exist."""
+        """Return a key that the tenant has made, one of the other tenant, or one that does not
+        exist.
+        """
         made = self.keys[step.tenant]
         if step.variant % 2:
             return made[step.variant % len(made)] if made else "0" * 12
@@ -303,7 +305,9 @@ class Template:
         return [headers["authorization"].split("_")[1] for headers in self.headers[tenant]]
 
     def secrets(self, tenant: int) -> list[str]:
-        """What only a tenant may see: its name, its key ids, and the digest of its content."""
+        """Return what only a tenant may see: its name, its key ids, and the digest of
+        its content.
+        """
         return [TENANTS[tenant], *self.key_ids(tenant), self.cids[tenant].rpartition(":")[2]]
 
     def _push(self, served: RegistryApp, tenant: str, number: int) -> str:
@@ -335,7 +339,7 @@ HEADERS = {"x-request-id", "content-length", "x-loramux-tier"}
 
 
 def normal(response: httpx2.Response) -> tuple[Any, ...]:
-    """What must be equal of two answers to the same request."""
+    """Return what must be equal of two answers to the same request."""
     headers = {
         name: DRAWN.sub("ID", value)
         for name, value in response.headers.items()

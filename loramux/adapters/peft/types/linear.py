@@ -51,42 +51,42 @@ class LinearRule(ABC):
 
     @abstractmethod
     def shapes(self, target: TargetModule) -> Mapping[str, Shape]:
-        """Returns the shape of each parameter of a module."""
+        """Return the shape of each parameter of a module."""
 
     def shared_shapes(self, targets: Targets) -> Mapping[str, Shape]:
-        """Returns the shapes of tensors that all modules share."""
+        """Return the shapes of tensors that all modules share."""
         return {}
 
     def rank(self, target: TargetModule) -> int | None:
-        """Returns the rank of the exact low rank; None if the delta has none below full rank."""
+        """Return the rank of the exact low rank; None if the delta has none below full rank."""
         return None
 
     def place(self, target: TargetModule) -> VectorPlace | None:
-        """Returns the place of a vector, if the type changes columns of the output only."""
+        """Return the place of a vector, if the type changes columns of the output only."""
         return None
 
     def low_rank(self, target: TargetModule, tensors: Tensors) -> LowRank:
-        """Returns the exact low rank; types for which `rank` is never None override it."""
+        """Return the exact low rank; types for which `rank` is never None override it."""
         raise NotImplementedError
 
     def vector(self, tensors: Tensors) -> torch.Tensor:
-        """Returns the values of the vector; types for which `place` is never None override it."""
+        """Return the values of the vector; types for which `place` is never None override it."""
         raise NotImplementedError
 
     def weight(self, target: TargetModule, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
-        """Returns the weight that replaces the float32 weight of the base."""
+        """Return the weight that replaces the float32 weight of the base."""
         low = self.low_rank(target, tensors)
         return base + low.scale * (low.b @ low.a)
 
 
 def column_place(base: BaseModelInfo, projection: str, kind: ExtraKind) -> VectorPlace:
-    """Returns the output columns of a projection."""
+    """Return the output columns of a projection."""
     fused = next(fused for fused in base.linears if projection in fused.projections)
     return VectorPlace(fused, fused.columns[projection].start, kind)
 
 
 def up_place(base: BaseModelInfo, kind: ExtraKind) -> VectorPlace:
-    """Returns the output columns that a gate multiplies."""
+    """Return the output columns that a gate multiplies."""
     gated = next(fused for fused in base.linears if fused.is_gated)
     return VectorPlace(gated, gated.num_outputs // 2, kind)
 
@@ -123,7 +123,7 @@ class LinearPlan:
         return ModuleParts(target, entries, place, rank)
 
     def _served_rank(self, target: TargetModule, max_rank: int | None) -> int | None:
-        """Returns the rank of the low rank; None where the whole weight is served instead."""
+        """Return the rank of the low rank; None where the whole weight is served instead."""
         rank = self.rule.rank(target)
         if rank is None:
             return None
@@ -153,7 +153,7 @@ class ModuleParts:
 
     @property
     def spec(self) -> ExtraSpec | None:
-        """The part beside low rank; vectors of one fused linear share one."""
+        """The extra; vectors of one fused linear share one."""
         target, place = self.target, self.place
         if place is not None:
             width = sum(place.fused.out_features)
@@ -267,7 +267,7 @@ class LinearContents:
 def _add_vector(
     vectors: dict[ExtraKey, torch.Tensor], module: ModuleParts, values: torch.Tensor
 ) -> None:
-    """Adds a vector of biases, or multiplies by a vector of factors, which are stored minus 1."""
+    """Add a vector of biases, or multiplies by a vector of factors, which are stored minus 1."""
     place = module.place
     assert place is not None
     key = (module.target.layer, place.fused.name, place.kind)

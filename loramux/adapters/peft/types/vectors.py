@@ -59,7 +59,7 @@ class Ia3Rule(LinearRule):
 
 
 def feedforward_paths(names: tuple[str, ...] | str, paths: Sequence[str]) -> set[str]:
-    """Returns the paths of feedforward modules; as in PEFT, a name may end inside a path part."""
+    """Return the paths of feedforward modules; as in PEFT, a name may end inside a path part."""
     if isinstance(names, str):
         hits = first_matches("feedforward_modules", [names], paths, whole=True)
         return {path for path, hit in zip(paths, hits, strict=True) if hit is not None}

@@ -1,4 +1,4 @@
-"""How kernels read the tables of parts beside low rank."""
+"""How kernels read the tables of extras."""
 
 from __future__ import annotations
 

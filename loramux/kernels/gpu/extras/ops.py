@@ -1,4 +1,4 @@
-"""Parts of adapters beside low rank on a GPU.
+"""Extras of adapters on a GPU.
 
 All kernels wait for the kernel ahead before they read anything, and only then let the next one
 start, so that they may stand between any two kernels of a step.

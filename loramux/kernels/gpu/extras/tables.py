@@ -1,4 +1,4 @@
-"""Device tables of parts beside low rank, and a step's list of the rows and adapters they act on.
+"""Device tables of extras, and a step's list of the rows and adapters they act on.
 
 An adapter with such parts has a slot. `vectors` holds the addresses of its gains and biases, and
 `matrices` describes its weights, whose rows lie in pages that `heap` lists.
@@ -139,7 +139,7 @@ Entries = tuple[SlotEntry, ...]
 def build_extras_list(
     selections: Sequence[Entries], lengths: Sequence[int], limits: ExtrasLimits, out: Ints
 ) -> int:
-    """Writes the list of a step to `out` and returns its number of words; raises WorkListFull.
+    """Write the list of a step to `out` and return its number of words; raise WorkListFull.
 
     Selection i applies to the next lengths[i] rows; all other rows have none.
     """
@@ -176,7 +176,7 @@ def build_extras_list(
 def _runs(
     selections: Sequence[Entries], lengths: Sequence[int]
 ) -> Iterator[tuple[Entries, int, int]]:
-    """Yields the (selection, start, stop) of adjacent rows; those without adapters are left out."""
+    """Yield the (selection, start, stop) of adjacent rows; those without adapters are left out."""
     start = stop = 0
     for number, (selection, length) in enumerate(zip(selections, lengths, strict=True)):
         stop += length

@@ -311,7 +311,10 @@ def eight_bit_kernel(  # noqa: PLR0913
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GROUPS: scales of an output; with more than one, K is the number of inputs of a group."""
+    """Compute outputs of quantised weights.
+
+    GROUPS: scales of an output; with more than one, K is the number of inputs of a group.
+    """
     output = tl.program_id(0) * N + tl.arange(0, N)
     inside_output = tl.minimum(output, num_outputs - 1).to(tl.int64)
     k = tl.arange(0, K)
@@ -481,7 +484,7 @@ def _scales_of_rows(x_ptr, ROWS: tl.constexpr, INPUTS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _partial_sums(weights, x, N: tl.constexpr, K: tl.constexpr):
-    """Sums of 16 adjacent products: [N, K // 16] float32, each by one thread."""
+    """Sum of 16 adjacent products: [N, K // 16] float32, each by one thread."""
     return tl.sum(tl.reshape(weights * x[None, :], (N, K // 16, 16)), 2)
 
 

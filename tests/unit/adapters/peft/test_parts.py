@@ -1,4 +1,4 @@
-"""Parts beside low rank compute what PEFT computes: equal logits of the merged base."""
+"""Extras compute what PEFT computes: equal logits of the merged base."""
 
 from __future__ import annotations
 
