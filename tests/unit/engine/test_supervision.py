@@ -20,10 +20,11 @@ from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
 from loramux.worker import vital_signs
 from loramux.worker.process import EngineKind
+from loramux.worker.spawn import spawn_worker
 from loramux.worker.vital_signs import KillCause
 from tests.engine_factory import save_model_with_tokenizer
 
-LIMIT_S = 120
+LIMIT_S = 280
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def new_engine(model: Path, kind: EngineKind = TEXT) -> AsyncEngine:
+def options(model: Path) -> AsyncEngineOptions:
     config = EngineConfig(device="cpu", device_memory_bytes=8 * 2**20, dtype="float32")
-    engine = AsyncEngine(AsyncEngineOptions(model=model, config=config))
+    return AsyncEngineOptions(model=model, config=config)
+
+
+def new_engine(model: Path, kind: EngineKind = TEXT) -> AsyncEngine:
+    engine = AsyncEngine(options(model))
     vars(engine)["kind"] = kind
     return engine
 
@@ -64,7 +69,8 @@ async def tokens_of(engine: AsyncEngine, name: str, count: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_no_stream_of_a_stopped_engine_is_lost(model: Path) -> None:
+@pytest.mark.parametrize("stop_s", [3, 5, 20])
+def test_no_stream_of_a_stopped_engine_is_lost(model: Path, stop_s: int) -> None:
     """A stop of 5 s lost all of them: the engine was killed after 4 s without a heartbeat."""
 
     async def check() -> None:
@@ -77,19 +83,46 @@ def test_no_stream_of_a_stopped_engine_is_lost(model: Path) -> None:
             ]
             await asyncio.sleep(0.05)
             os.kill(pid, signal.SIGSTOP)
-            stopped_s = time.monotonic()
-            while engine.health is Health.READY:
-                await asyncio.sleep(0.05)
-            assert engine.health is Health.STALLED
-            with pytest.raises(EngineStopped, match="stalled"):
-                await tokens_of(engine, "refused", 1)
-            await asyncio.sleep(max(0.0, stopped_s + 6 - time.monotonic()))
+            ends_s = time.monotonic() + stop_s
+            if stop_s > vital_signs.QUIET_S:
+                while engine.health is Health.READY:
+                    await asyncio.sleep(0.05)
+                assert engine.health is Health.STALLED
+                with pytest.raises(EngineStopped, match="stalled"):
+                    await tokens_of(engine, "refused", 1)
+            await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
             os.kill(pid, signal.SIGCONT)
             assert await asyncio.gather(*streams) == [expected] * 3
             while engine.health is not Health.READY:
                 await asyncio.sleep(0.05)
             assert await tokens_of(engine, "later", 480) == expected
             assert (engine.engine_pid, engine.num_restarts) == (pid, 0)
+            assert engine.kills.total() == 0
+
+    asyncio.run(check())
+
+
+@pytest.mark.slow
+def test_a_start_goes_on_after_a_stop_of_ten_seconds_in_each_phase(model: Path) -> None:
+    async def check() -> None:
+        worker = spawn_worker(TEXT.module)
+        phases: list[str] = []
+
+        def stop_for_a_while() -> None:
+            worker.popen.send_signal(signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(10, worker.popen.send_signal, signal.SIGCONT)
+
+        def on_progress(what: str, share: float) -> None:
+            if what not in phases:
+                phases.append(what)
+                stop_for_a_while()
+
+        engine = AsyncEngine(options(model), on_progress=on_progress, worker=worker)
+        stop_for_a_while()  # While it imports libraries.
+        async with started(engine):
+            assert len(await tokens_of(engine, "answered", 4)) == 4
+            assert len(phases) > 1
+            assert (engine.engine_pid, engine.num_restarts) == (worker.popen.pid, 0)
             assert engine.kills.total() == 0
 
     asyncio.run(check())
