@@ -14,7 +14,7 @@ from loramux.router.desired import FileDesired
 from loramux.router.fleet import State
 from loramux.router.named import names_in, parts_of
 from loramux.types.expected import expected_text, read_expected
-from tests.unit.router.fake_replica import run
+from tests.unit.router.fake_replica import TIMEOUT_S, run
 from tests.unit.router.fake_servers import (
     UNLOAD,
     Fleet,
@@ -133,6 +133,8 @@ def test_a_first_load_is_seen_once_it_is_complete(tmp_path: Path) -> None:
         fleet = Fleet()
         async with two_routers(fleet, tmp_path) as routers:
             fleet.servers[0].gate.is_open = False
+            # Held for as long as the test takes.
+            routers[0]._reconciler.load_s = TIMEOUT_S
             loading = asyncio.create_task(load(routers[0], "n", "/a"))
             while fleet.cids("n") != ["", "cid-a", "cid-a"]:
                 await asyncio.sleep(0.01)
