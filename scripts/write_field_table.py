@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loramux.server.generate.foreign_fields import field_table
+from loramux.server.generate.checked_fields import field_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "other-servers.md"
 BEGIN, END = "<!-- refused -->\n", "<!-- /refused -->"

@@ -20,7 +20,7 @@ from loramux.errors import InvalidRequest
 from loramux.registry.audit import Actor, Signer
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.registry.registry import Registry
-from loramux.server.naming.local_sources import fetched_folder
+from loramux.server.naming.sources import fetched_folder
 from loramux.sources.config import SourceConfig, read_environment
 from loramux.sources.download import Progress
 from loramux.store.bucket import ObjectTier

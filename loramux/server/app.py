@@ -18,7 +18,7 @@ from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.receipts.issuer import ReceiptIssuer
 from loramux.server.auth.access import CallerMiddleware
-from loramux.server.auth.caller import Authenticator, TenantHeader
+from loramux.server.auth.authentication import Authenticator, TenantHeader
 from loramux.server.context import (
     NOTHING_ON_DEMAND,
     Context,
@@ -27,53 +27,48 @@ from loramux.server.context import (
     ServerOptions,
 )
 from loramux.server.errors import NotServed, error_response
-from loramux.server.families.document import add_families
+from loramux.server.families.mistral import fim_routes
+from loramux.server.families.openai import chat_routes, completion_routes
 from loramux.server.families.table import (
+    add_families,
     paths_of_others,
     prefixes_of,
     root_route,
     routes_of_others,
 )
 from loramux.server.http.call import Bodies, Call, begin_call
-from loramux.server.http.error_handlers import install_error_handlers
-from loramux.server.http.missing_routes import MissingRoutes
-from loramux.server.http.openapi import OpenApi
-from loramux.server.http.proxies import ForwardedMiddleware
-from loramux.server.http.request_ids import (
+from loramux.server.http.error_handlers import MissingRoutes, install_error_handlers
+from loramux.server.http.middleware import (
     CID_HEADER,
     RECEIPT_HEADER,
     TIER_HEADER,
     TOOLS_HEADER,
     WARNING_HEADER,
+    ForwardedMiddleware,
     RequestIdMiddleware,
 )
+from loramux.server.http.openapi import OpenApi
 from loramux.server.http.routes import Route
 from loramux.server.http.table import RouteTable, TableRouter, methods_of
 from loramux.server.images.context import ImageContext, ImageModel
-from loramux.server.images.edits import edit_routes
-from loramux.server.images.openai import openai_routes
+from loramux.server.images.openai import edit_routes, openai_routes
 from loramux.server.images.sheaf import sheaf_routes
 from loramux.server.live.fitting import CachedFit
 from loramux.server.naming.names import AdapterNames
-from loramux.server.routes.accounts import account_routes
+from loramux.server.routes.accounts import account_routes, caller_routes
 from loramux.server.routes.adapters import adapter_routes
-from loramux.server.routes.caller import caller_routes
-from loramux.server.routes.doctor import doctor_routes
-from loramux.server.routes.embeddings import embedding_routes
-from loramux.server.routes.fim import fim_routes
 from loramux.server.routes.keys import key_routes
 from loramux.server.routes.models import model_routes
-from loramux.server.routes.openai import chat_routes, completion_routes
 from loramux.server.routes.page import page_routes
 from loramux.server.routes.plans import plan_routes
+from loramux.server.routes.pooling import embedding_routes, score_routes
 from loramux.server.routes.pushes import push_routes
 from loramux.server.routes.receipts import receipt_routes
 from loramux.server.routes.registry import registry_routes
 from loramux.server.routes.run import run_routes
 from loramux.server.routes.runtime_lora import runtime_lora_routes
-from loramux.server.routes.scores import score_routes
 from loramux.server.routes.sdapi import sdapi_error, sdapi_routes
-from loramux.server.routes.status import status_routes
+from loramux.server.routes.status import doctor_routes, status_routes
 from loramux.server.routes.tokens import token_routes
 from loramux.types.modality import NO_MODEL, Modality
 from loramux.types.routes import ROUTE_ACCESS

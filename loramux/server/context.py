@@ -20,9 +20,8 @@ from loramux.server.auth.quotas import QuotaTable
 from loramux.server.errors import NotServed
 from loramux.server.naming.combinations import Combinations
 from loramux.server.naming.folder import AdapterFolder
-from loramux.server.naming.locks import NameLocks
 from loramux.server.naming.names import AdapterNames, Selected
-from loramux.server.naming.pins import Pins
+from loramux.server.naming.pins import NameLocks, Pins
 from loramux.server.naming.pushed_folders import PushedFolders
 from loramux.server.naming.registry_adapters import RegistryAdapters
 from loramux.server.naming.sources import AdapterSources

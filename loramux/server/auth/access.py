@@ -7,10 +7,10 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loramux.errors import LoramuxError
-from loramux.server.auth.caller import Authenticator, with_expected
+from loramux.server.auth.authentication import Authenticator, with_expected
 from loramux.server.errors import Forbidden
 from loramux.server.http.call import CallFacts, facts_of
-from loramux.server.http.missing_routes import MissingRoutes
+from loramux.server.http.error_handlers import MissingRoutes
 from loramux.server.http.table import RouteTable
 from loramux.types.caller import Caller
 from loramux.types.routes import Access

@@ -9,14 +9,75 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
+from loramux.errors import InvalidRequest
 from loramux.registry.access import NO_ACCESS, AccessSnapshot
 from loramux.registry.keys import MAX_KEY_CHARACTERS, KeyRecord, hash_secret, parse_key
-from loramux.server.auth.caller import read_tenant
 from loramux.server.errors import Forbidden, Unauthenticated
-from loramux.server.http.proxies import is_from_trusted_proxy
+from loramux.server.http.middleware import is_from_trusted_proxy
 from loramux.types.caller import ANONYMOUS, Caller
+from loramux.types.expected import EXPECT_HEADER, read_expected
+
+MAX_TENANT_CHARACTERS = 128
+
+
+class Authenticator(Protocol):
+    """Finds the caller of a request."""
+
+    async def caller(self, http: HTTPConnection) -> Caller:
+        """Raise Unauthenticated; InvalidRequest and Forbidden for a wrong tenant header."""
+        ...
+
+
+class TenantHeader:
+    """Authenticates nothing: every request is allowed, and a header may name its tenant."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    async def caller(self, http: HTTPConnection) -> Caller:
+        return read_caller(http.headers, self._name)
+
+
+def read_caller(headers: Headers, tenant_header: str | None) -> Caller:
+    return ANONYMOUS if tenant_header is None else Caller(read_tenant(headers, tenant_header))
+
+
+def with_expected(caller: Caller, headers: Headers) -> Caller:
+    """Return the caller with the contents that the request expects; raises InvalidRequest."""
+    values = headers.getlist(EXPECT_HEADER)
+    if not values:
+        return caller
+    try:
+        return replace(caller, expected=read_expected(values))
+    except ValueError as error:
+        raise InvalidRequest(
+            f"The header {EXPECT_HEADER}: {error}.", param=EXPECT_HEADER
+        ) from error
+
+
+def read_tenant(headers: Headers, name: str) -> str:
+    """Return the tenant that a header names, or "" without it; raise InvalidRequest."""
+    values = headers.getlist(name)
+    if len(values) > 1:
+        raise InvalidRequest(
+            f"The header {name} comes {len(values)} times, and one request has one tenant.",
+            param=name,
+        )
+    try:
+        tenant = values[0].encode("latin-1").decode() if values else ""
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"The header {name} is not valid UTF-8.", param=name) from error
+    if len(tenant) > MAX_TENANT_CHARACTERS or not tenant.isprintable():
+        raise InvalidRequest(
+            f"The header {name} must name a tenant in at most {MAX_TENANT_CHARACTERS} printable "
+            "characters.",
+            param=name,
+        )
+    return tenant
+
 
 BEARER = "bearer"
 MAX_TOKEN_CHARACTERS = 16_384

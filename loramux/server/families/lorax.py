@@ -23,7 +23,6 @@ from loramux.server.families.lorax_answers import (
     response_headers,
 )
 from loramux.server.families.lorax_embed import asks_for_features, embed, extract_features
-from loramux.server.families.lorax_select import select_adapter
 from loramux.server.families.lorax_wire import (
     GenerateRequest,
     Parameters,
@@ -31,6 +30,7 @@ from loramux.server.families.lorax_wire import (
     TokenPlace,
     failure_event,
     lorax_error,
+    select_adapter,
     streamed_error,
 )
 from loramux.server.generate.asked import (
@@ -42,9 +42,8 @@ from loramux.server.generate.generation import Deltas, Generation, RouteKind, co
 from loramux.server.generate.prompts import encode_prompt, off_loop
 from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
 from loramux.server.generate.requests import open_asked
-from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.sampling import Logprobs, Truncation
 from loramux.server.generate.selection import ModelReference, codec_for, combination_of, select
-from loramux.server.generate.token_reports import Truncation
 from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
 from loramux.server.http.routes import Route

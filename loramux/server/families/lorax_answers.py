@@ -13,7 +13,7 @@ from loramux.server.families import lorax_wire as wire
 from loramux.server.families.lorax_wire import Details, GenerateAnswer, Parameters, StreamAnswer
 from loramux.server.generate.generation import Choice, Generation
 from loramux.server.generate.receipt_draft import Timing
-from loramux.server.generate.token_reports import LOWEST
+from loramux.server.generate.sampling import LOWEST
 from loramux.types.request import TokenLogprob
 from loramux.wire.text import Usage
 

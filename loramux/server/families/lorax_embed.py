@@ -11,8 +11,7 @@ from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context
-from loramux.server.families.lorax_select import select_adapter
-from loramux.server.families.lorax_wire import Source
+from loramux.server.families.lorax_wire import Source, select_adapter
 from loramux.server.generate.checked_fields import read_fields, read_inner
 from loramux.server.generate.embeddings import Inputs, default_body, embeddings, encoded
 from loramux.server.generate.generation import RouteKind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -19,9 +20,7 @@ from loramux.server.chat.structured.fields import AskedConstraint
 from loramux.server.chat.tools.writer import ChatWriter, write_deltas
 from loramux.server.context import Context
 from loramux.server.errors import error_info, shaped_response
-from loramux.server.families.ollama_embed import embed, embed_one
-from loramux.server.families.ollama_fields import is_zero, written_logprobs
-from loramux.server.families.ollama_names import select_tagged
+from loramux.server.families.ollama_embed import embed, embed_one, select_tagged
 from loramux.server.generate.asked import (
     Asked,
     check_penalty_window,
@@ -30,19 +29,55 @@ from loramux.server.generate.asked import (
 from loramux.server.generate.checked_fields import read_fields, read_inner
 from loramux.server.generate.fim import FillPrompt
 from loramux.server.generate.generation import Deltas, Generation, RouteKind, collect, run
-from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.receipt_draft import UsageCount, receipt_draft
 from loramux.server.generate.requests import open_asked
-from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.sampling import LOWEST, Logprobs
 from loramux.server.generate.selection import codec_for
-from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
 from loramux.server.http.routes import Route
 from loramux.server.http.streaming import StreamForm, line, stream_events, until_gone
-from loramux.server.live.model_list import list_models
+from loramux.server.live.lists import list_models
 from loramux.server.routes.tokens import DescribesTokenizer
 from loramux.types.request import TokenLogprob
 from loramux.wire.text import ChatDelta, ChatMessage, FunctionCall, GenerationBody, ToolCall
+
+_UNITS = r"(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|μs|ms|s|m|h)"
+_DURATION = re.compile(rf"[+-]?(?:0|(?:{_UNITS})+)")
+_MAX_SHOWN = 100
+
+
+def is_zero(keep_alive: Any) -> bool:
+    """Whether a time to stay loaded is 0; raises InvalidRequest for what is no time.
+
+    It is a number of seconds, or a text such as 5m or 1h30m.
+    """
+    if keep_alive is None:
+        return False
+    if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool):
+        return keep_alive == 0
+    if isinstance(keep_alive, str) and _DURATION.fullmatch(keep_alive):
+        return not any(digit in keep_alive for digit in "123456789")
+    shown = str(keep_alive)[:_MAX_SHOWN]
+    raise InvalidRequest(f'time: invalid duration "{shown}"', param="keep_alive")
+
+
+def written_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return the log probabilities of tokens, with the most likely ones where they were asked."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": codec.token_to_str(token_id),
+            "logprob": max(logprob, LOWEST),
+            "bytes": list(codec.token_bytes(token_id)),
+        }
+
+    return [
+        shown(one.token_id, one.logprob)
+        | ({"top_logprobs": [shown(i, logprob) for i, logprob in one.top]} if one.top else {})
+        for one in logprobs
+    ]
+
 
 FAMILY = "ollama"
 CHAT = RouteKind(id_prefix="ollama", prompt_param="messages", default_max_tokens=None)

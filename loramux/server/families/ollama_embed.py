@@ -8,14 +8,37 @@ from typing import Any
 from msgspec import Struct
 from starlette.responses import Response
 
-from loramux.errors import InvalidRequest
+from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.server.context import Context
-from loramux.server.families.ollama_names import select_tagged
+from loramux.server.errors import NotServed
 from loramux.server.generate.checked_fields import read_fields
 from loramux.server.generate.embeddings import Inputs, Pooled, default_body, embeddings, encoded
 from loramux.server.generate.generation import RouteKind
+from loramux.server.generate.requests import note_no_model
+from loramux.server.generate.selection import ModelReference, hint_for, select
 from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
+from loramux.server.naming.names import Selected
+
+LATEST = ":latest"
+
+
+async def select_tagged(context: Context, request: Call, name: str) -> Selected:
+    """Find a model whose name may have the tag `latest`."""
+    context.require_ready()
+    for candidate in dict.fromkeys((name, name.removesuffix(LATEST))):
+        try:
+            reference = ModelReference(candidate)
+            found = await select(context, reference, caller=request.caller)
+        except (NotServed, AdapterNotFound):
+            continue
+        if reference.names_nothing and not found.adapters:
+            note_no_model(context, request, "model")
+        return found
+    view = context.view_of(request.caller)
+    hint = await hint_for(context, view, name.removesuffix(LATEST))
+    raise NotServed(f"model '{name}' not found{'.' if hint else ''}{hint}", param="model")
+
 
 KIND = RouteKind(id_prefix="embd", prompt_param="input", default_max_tokens=0, pools=True)
 NO_LIMIT = -1

@@ -14,20 +14,24 @@ from loramux.server.context import Context
 from loramux.server.errors import NotServed, error_response
 from loramux.server.families.lorax import answer_inputs
 from loramux.server.families.lorax_wire import lorax_error
+from loramux.server.families.openai import answer_chat, answer_completion
 from loramux.server.families.responses import answer_response
 from loramux.server.http.body import decode, read_body
 from loramux.server.http.call import Call
 from loramux.server.http.routes import Route
-from loramux.server.live.pinning import pin
-from loramux.server.routes.embeddings import answer_embeddings
-from loramux.server.routes.openai import answer_chat, answer_completion
+from loramux.server.live.warming import pin
+from loramux.server.routes.pooling import (
+    answer_classify,
+    answer_embeddings,
+    answer_rerank,
+    answer_score,
+)
 from loramux.server.routes.runtime_lora import (
     LoadRequest,
     VllmError,
     load_named,
     unload_named,
 )
-from loramux.server.routes.scores import answer_classify, answer_rerank, answer_score
 from loramux.types.pooling import Pooling
 
 FAMILY = "sagemaker"

@@ -24,16 +24,14 @@ from loramux.server.generate.asked import (
 from loramux.server.generate.checked_fields import read_fields, read_inner
 from loramux.server.generate.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.generate.prompts import split_prompts
-from loramux.server.generate.receipt_draft import receipt_draft
+from loramux.server.generate.receipt_draft import UsageCount, receipt_draft
 from loramux.server.generate.requests import open_asked
-from loramux.server.generate.sampling import Logprobs
-from loramux.server.generate.token_reports import LOWEST
-from loramux.server.generate.usage import UsageCount
+from loramux.server.generate.sampling import LOWEST, Logprobs
 from loramux.server.http.body import decode, json_response, read_body
 from loramux.server.http.call import Call
 from loramux.server.http.routes import Route
 from loramux.server.http.streaming import DONE, StreamForm, event, stream_events, until_gone
-from loramux.server.live.pinning import pin
+from loramux.server.live.warming import pin
 from loramux.server.routes.runtime_lora import (
     LoadRequest,
     VllmError,

@@ -17,9 +17,8 @@ from loramux.server.context import Context
 from loramux.server.generate.fim import Filler, FillPrompt
 from loramux.server.generate.generation import RouteKind
 from loramux.server.generate.prompts import encode_messages, encode_pair, encode_prompt
-from loramux.server.generate.sampling import Logprobs
+from loramux.server.generate.sampling import Logprobs, TokenReport, Truncation
 from loramux.server.generate.selection import ModelReference, combination_of
-from loramux.server.generate.token_reports import TokenReport, Truncation
 from loramux.server.naming.names import Selected
 from loramux.types.pooling import Pooling
 from loramux.types.sampling import SamplingParams

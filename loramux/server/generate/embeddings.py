@@ -18,8 +18,8 @@ from loramux.server.generate.generation import Generation, RouteKind, collect, r
 from loramux.server.generate.prompts import split_prompts
 from loramux.server.generate.receipt_draft import receipt_draft
 from loramux.server.generate.requests import open_asked
+from loramux.server.generate.sampling import Truncation, check_kept
 from loramux.server.generate.selection import ModelReference
-from loramux.server.generate.token_reports import Truncation, check_kept
 from loramux.server.http.call import Call
 from loramux.server.http.streaming import until_gone
 from loramux.server.naming.names import Selected

@@ -23,13 +23,11 @@ from loramux.errors import (
 from loramux.metrics.server import Metrics
 from loramux.receipts.receipt import ServingStatus
 from loramux.server.auth.quotas import Admission
-from loramux.server.chat.tools.reply import ReplyFormat
+from loramux.server.chat.tools.chat import ReplyFormat
 from loramux.server.context import Context
 from loramux.server.generate.prompts import check_token_ids, room_for_answer
-from loramux.server.generate.receipt_draft import ReceiptDraft
-from loramux.server.generate.sampling import MaxTokens, check_sizes
-from loramux.server.generate.token_reports import TokenReport
-from loramux.server.generate.usage import UsageCount
+from loramux.server.generate.receipt_draft import ReceiptDraft, UsageCount
+from loramux.server.generate.sampling import MaxTokens, TokenReport, check_sizes
 from loramux.server.http.call import Call
 from loramux.server.naming.names import AdapterNames, Selected
 from loramux.types.caller import Caller

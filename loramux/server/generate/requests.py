@@ -14,8 +14,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.auth.quotas import Admission
 from loramux.server.chat.structured.check import enforceable_grammar, grammar_of
 from loramux.server.chat.structured.fields import json_options
-from loramux.server.chat.tools.chat import ChatPlan
-from loramux.server.chat.tools.reply import ReplyFormat
+from loramux.server.chat.tools.chat import ChatPlan, ReplyFormat
 from loramux.server.context import Context
 from loramux.server.generate.asked import Asked, encode, plan_asked
 from loramux.server.generate.checked_fields import check_fields

@@ -20,8 +20,8 @@ from loramux.server.generate.generation import resubmitting
 from loramux.server.generate.receipt_draft import MS_PER_S, ReceiptDraft, refusing
 from loramux.server.http.call import Call
 from loramux.server.images.context import ImageContext
-from loramux.server.images.infotext import PARAMETERS_KEY, RECEIPT_KEY, TypedWords, infotext
 from loramux.server.images.names import Chosen
+from loramux.server.images.sdapi_words import PARAMETERS_KEY, RECEIPT_KEY, TypedWords, infotext
 from loramux.server.naming.names import Selected
 from loramux.types.caller import Caller
 from loramux.types.image import ImageRequest

@@ -1,4 +1,4 @@
-"""POST /v1/images/generations in the form of OpenAI."""
+"""POST /v1/images/generations and /v1/images/edits, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -6,28 +6,43 @@ import base64
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from email.message import Message
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from loramux.backend.images import FinishedImage, ImageForm
 from loramux.config.images import parse_size
 from loramux.errors import InvalidRequest
-from loramux.server.http.body import decode, json_response, read_body
+from loramux.server.errors import BodyTooLarge, NotJson
+from loramux.server.http.body import convert, decode, json_response, read_body, read_upload
 from loramux.server.http.call import Call
-from loramux.server.http.openapi import generating
+from loramux.server.http.openapi import generating, uploading
 from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import Events, named_event, stream_events, until_gone
 from loramux.server.images.choice import choose
 from loramux.server.images.context import ImageContext
 from loramux.server.images.drawing import Drawing, ImageDraft, image_draft
-from loramux.server.images.lora_fields import named_adapters
+from loramux.server.images.fields import (
+    check_files,
+    check_names,
+    decode_base64,
+    named_adapters,
+    names_in,
+    size_of,
+)
 from loramux.server.images.names import selection_of
-from loramux.server.images.near_misses import check_names, names_in
-from loramux.server.images.sources import size_of
-from loramux.types.image import ImageRequest, SourceImage
-from loramux.wire.images import ImageData, ImageGeneration, ImagesReply, ImageUsage
+from loramux.types.image import DEFAULT_STRENGTH, ImageRequest, SourceImage
+from loramux.wire.images import (
+    ImageData,
+    ImageEdit,
+    ImageGeneration,
+    ImagesReply,
+    ImageUsage,
+    JsonImageEdit,
+)
 
 MAX_RANDOM_SEED = 2**32
 # Fields of other image services, with the values that mean what this server does.
@@ -200,3 +215,196 @@ def _size_text(drawing: Drawing) -> str:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+MULTIPART = "multipart/form-data"
+MAX_PARTS = 64
+MAX_HEADER_BYTES = 4096
+MAX_TEXT_BYTES = 2**18
+"""Limit of one field that is not a file."""
+_LINE = b"\r\n"
+
+
+@dataclass(slots=True)
+class Form:
+    """Fields in the order of the body; a name may come several times."""
+
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    files: dict[str, list[bytes]] = field(default_factory=dict)
+
+
+def media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def parse_form(body: bytes, content_type: str) -> Form:
+    """Raises InvalidRequest, BodyTooLarge, or NotJson for another type."""
+    if media_type(content_type) != MULTIPART:
+        raise NotJson(
+            f"Send the files as {MULTIPART}, or as base64 in JSON, not '{content_type[:200]}'."
+        )
+    form = Form()
+    for part in _parts(body, boundary_of(content_type)):
+        name, is_file, content = _content(part)
+        if is_file:
+            form.files.setdefault(name, []).append(content)
+        else:
+            form.texts.setdefault(name, []).append(_text_of_field(name, content))
+    return form
+
+
+def boundary_of(content_type: str) -> bytes:
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if not isinstance(boundary, str) or not 0 < len(boundary) <= 200 or not boundary.isascii():
+        raise InvalidRequest("The header Content-Type of the form has no valid boundary.")
+    return b"--" + boundary.encode()
+
+
+def _parts(body: bytes, boundary: bytes) -> list[bytes]:
+    # The first boundary has no line before it.
+    pieces = (_LINE + body).split(_LINE + boundary, MAX_PARTS + 2)
+    if len(pieces) > MAX_PARTS + 2:
+        raise BodyTooLarge(f"The form has more than {MAX_PARTS} parts.")
+    if len(pieces) < 2 or not pieces[-1].startswith(b"--"):  # noqa: PLR2004  (preamble and end)
+        raise InvalidRequest("The form is incomplete: its last boundary is missing.")
+    return pieces[1:-1]
+
+
+def _content(part: bytes) -> tuple[str, bool, bytes]:
+    """Returns the name of a part, whether it is a file, and its content."""
+    head, end, content = part.removeprefix(_LINE).partition(_LINE + _LINE)
+    if not end or len(head) > MAX_HEADER_BYTES:
+        raise InvalidRequest("A part of the form has no headers, or too long ones.")
+    header = Message()
+    for line in head.decode("utf-8", "replace").split("\r\n"):
+        key, _, value = line.partition(":")
+        if key.strip().lower() == "content-disposition":
+            header["content-disposition"] = value.strip()
+    name = header.get_param("name", header="content-disposition")
+    if not isinstance(name, str):
+        raise InvalidRequest("A part of the form has no name.")
+    is_file = header.get_param("filename", header="content-disposition") is not None
+    return name, is_file, content
+
+
+def _text_of_field(name: str, content: bytes) -> str:
+    if len(content) > MAX_TEXT_BYTES:
+        raise BodyTooLarge(f"The field {name[:100]!r} has more than {MAX_TEXT_BYTES} bytes.")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"The field {name[:100]!r} is not valid UTF-8.") from error
+
+
+_LISTS = ("adapters", "adapter_weights")
+# Objects, which forms have as JSON.
+_OBJECTS = ("lora", "loras", "image_loras")
+
+
+def edit_routes(context: ImageContext) -> list[Route]:
+    routes = Routes("images")
+
+    @routes.post("/v1/images/edits", uploading(JsonImageEdit, ImagesReply, "image", "mask"))
+    async def edit(request: Call) -> Response:
+        """Draws images that begin with one of the client's, as a form or with base64 in JSON.
+
+        With a mask, its transparent pixels are drawn anew, or its white ones if it has no alpha
+        channel. With `stream`, the answer has server-sent events.
+        """
+        context.require_ready()
+        with image_draft(context, request) as draft:
+            body, source = await _read(request, context.max_body_bytes)
+            drawing = await make_drawing(context, body, request, draft, source)
+            return await answer(request, drawing, body, "image_edit")
+
+    return routes.found
+
+
+async def _read(request: Call, max_bytes: int) -> tuple[ImageEdit, SourceImage]:
+    content_type = request.headers.get("content-type", "")
+    if media_type(content_type) == "application/json":
+        raw = await read_body(request, max_bytes)
+        sent = decode(raw, JsonImageEdit)
+        check_names(names_in(raw), JsonImageEdit)
+        body: ImageEdit = sent
+        given = [sent.image] if isinstance(sent.image, str) else sent.image
+        images = [decode_base64(text, "image") for text in given]
+        mask = None if sent.mask is None else decode_base64(sent.mask, "mask")
+    else:
+        form = parse_form(await read_upload(request, max_bytes), content_type)
+        fields = _fields(form)
+        body = convert(fields, ImageEdit, from_text=True)
+        check_names((*fields, *(name.removesuffix("[]") for name in form.files)), JsonImageEdit)
+        images = [*form.files.get("image", ()), *form.files.get("image[]", ())]
+        mask = _mask(form)
+    if body.input_fidelity not in (None, "low"):
+        raise InvalidRequest(
+            "input_fidelity must be low here: send strength.", param="input_fidelity"
+        )
+    source = SourceImage(
+        image=_only(images),
+        mask=mask,
+        strength=DEFAULT_STRENGTH if body.strength is None else body.strength,
+        masked_by="transparency",
+        mask_blur=body.mask_blur,
+    )
+    return body, check_files(source)
+
+
+def _only(images: list[bytes]) -> bytes:
+    if not images:
+        raise InvalidRequest(f"Send the image as a file of the {MULTIPART} body.", param="image")
+    if len(images) > 1:
+        raise InvalidRequest(
+            f"One image is edited at a time, got {len(images)}.",
+            param="image",
+        )
+    return images[0]
+
+
+def _mask(form: Form) -> bytes | None:
+    masks = form.files.get("mask", [])
+    if len(masks) > 1:
+        raise InvalidRequest(f"An image has one mask, got {len(masks)}.", param="mask")
+    return masks[0] if masks else None
+
+
+def _fields(form: Form) -> dict[str, Any]:
+    """Return the fields that are not files; list have a name with or without brackets."""
+    fields: dict[str, Any] = {}
+    for name, texts in form.texts.items():
+        bare = name.removesuffix("[]")
+        if bare in _LISTS:
+            fields.setdefault(bare, []).extend(_items(bare, texts))
+        elif bare in ("image", "mask"):
+            raise InvalidRequest(f"{bare} must be a file, with a file name.", param=bare)
+        elif len(texts) > 1:
+            raise InvalidRequest(f"The field {bare[:100]} comes {len(texts)} times.", param=bare)
+        elif bare.partition("[")[0] in _OBJECTS:
+            fields[bare] = _json(bare, texts[0])
+        else:
+            fields[bare] = texts[0]
+    return fields
+
+
+def _items(name: str, texts: list[str]) -> list[Any]:
+    """Return the items of a list; one text may be all of them as JSON, or empty for none."""
+    if len(texts) == 1 and not texts[0].strip():
+        return []
+    if len(texts) == 1 and texts[0].lstrip().startswith("["):
+        found = _json(name, texts[0])
+        return list(found) if isinstance(found, list) else [found]
+    return texts
+
+
+def _json(name: str, text: str) -> Any:
+    if "[" in name:
+        raise InvalidRequest(
+            f"Send {name.partition('[')[0]} as one field with JSON, or adapters[].", param=name
+        )
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{name} is not valid JSON: {error}.", param=name) from error

@@ -22,10 +22,15 @@ from loramux.server.http.streaming import Events, StreamForm, event, stream_even
 from loramux.server.images.choice import choose_deployed
 from loramux.server.images.context import ImageContext
 from loramux.server.images.drawing import Drawing, ImageDraft, image_draft
+from loramux.server.images.fields import (
+    check_adapter_names,
+    check_files,
+    decode_base64,
+    names_in,
+    size_of,
+)
 from loramux.server.images.names import selection_of
-from loramux.server.images.near_misses import check_adapter_names, names_in
 from loramux.server.images.openai import MAX_RANDOM_SEED
-from loramux.server.images.sources import check_files, decode_base64, size_of
 from loramux.types.image import ImageRequest, SourceImage
 from loramux.wire.images import SheafEdit, SheafPredict, SheafReply
 

@@ -24,10 +24,8 @@ from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
 from loramux.server.http.routes import Route, Routes
-from loramux.server.live.adapter_list import matching, with_stored
-from loramux.server.live.pinning import pin
-from loramux.server.live.registry_entries import registry_entry
-from loramux.server.live.warming import warm_up
+from loramux.server.live.lists import registry_entry
+from loramux.server.live.warming import pin, warm_up
 from loramux.server.naming.names import GivenName, NamedAdapter, full_name
 from loramux.server.naming.view import View
 from loramux.server.routes.status import YES
@@ -36,6 +34,70 @@ from loramux.types.composition import compose
 from loramux.types.modality import Modality
 from loramux.wire.registry import RegistryEntry
 from loramux.wire.text import AdapterEntry, AdapterFailure, AdapterList
+
+
+def with_stored(
+    entries: Sequence[AdapterEntry], catalog: Iterable[CatalogEntry]
+) -> list[AdapterEntry]:
+    """Add versions of the registry as names of adapters that are there, or as stored ones."""
+    # Adapters that were not read yet have no CID.
+    found = {entry.cid or entry.id: entry for entry in entries}
+    for version in catalog:
+        known = found.get(version.cid) or _stored(version)
+        found[version.cid] = _named(known, version)
+    return list(found.values())
+
+
+def matching(entries: list[AdapterEntry], text: str) -> list[AdapterEntry]:
+    """Return the entries of which a name, an alias or the CID contains the text."""
+    wanted = text.strip().lower()
+    if not wanted:
+        return entries
+    return [entry for entry in entries if any(wanted in one.lower() for one in _texts(entry))]
+
+
+def _texts(entry: AdapterEntry) -> list[str]:
+    aliases = [] if entry.aliases is UNSET else entry.aliases
+    return [*entry.names, *aliases, entry.cid or ""]
+
+
+def _named(entry: AdapterEntry, version: CatalogEntry) -> AdapterEntry:
+    full_name = f"{version.adapter}@{version.version}"
+    names = entry.names if full_name in entry.names else [*entry.names, full_name]
+    before = [] if entry.aliases is UNSET else entry.aliases
+    aliases = [*before, *(f"{version.adapter}@{alias}" for alias in version.aliases)]
+    return replace(
+        entry,
+        id=names[0],
+        names=names,
+        aliases=aliases,
+        signed_by=version.signed_by or entry.signed_by,
+        modality="image" if version.modality == "image" else UNSET,
+    )
+
+
+def _stored(version: CatalogEntry) -> AdapterEntry:
+    return AdapterEntry(
+        id=version.cid,
+        names=[],
+        state="stored",
+        cid=version.cid,
+        path=None,
+        rank=0,
+        bytes=version.size_bytes,
+        tier="source",
+        pinned=False,
+        hits=0,
+        misses=0,
+        last_use=None,
+        running=0,
+        waiting=0,
+        cached_tokens=0,
+        requests=0,
+        prompt_tokens=0,
+        generation_tokens=0,
+    )
+
 
 TIERS = ("device", "host", "disk", "source", "loading")
 ADDED, BUSIEST = "added", "busiest"

@@ -10,7 +10,7 @@ from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering
 from loramux.server.http.routes import Route, Routes
-from loramux.server.live.model_list import host_entries, list_models, registry_entry
+from loramux.server.live.lists import host_entries, list_models, registered_model
 from loramux.types.caller import Caller
 from loramux.wire.text import ModelEntry, ModelList
 
@@ -32,7 +32,7 @@ def model_routes(context: HostContext) -> list[Route]:
         for host in context.hosts:
             host.require_known()
             entry = entry or host_entries(host, view).get(model_id)
-        entry = entry or await registry_entry(context, model_id, view)
+        entry = entry or await registered_model(context, model_id, view)
         if entry is None:
             raise NotServed(f"The model `{model_id}` does not exist.", param="model")
         return json_response(entry)

@@ -23,7 +23,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.errors import BodyTooLarge, NotJson
 from loramux.server.http.body import decode, read_body
 from loramux.server.http.call import Call
-from loramux.server.http.multipart import MAX_HEADER_BYTES, MULTIPART, boundary_of, media_type
+from loramux.server.images.openai import MAX_HEADER_BYTES, MULTIPART, boundary_of, media_type
 from loramux.server.naming.pushed_folders import SHARED_MEMORY, PushedFolders
 
 CONFIG_HEADER = "x-loramux-config"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 from msgspec import UNSET
@@ -23,15 +24,15 @@ from loramux.server.http.body import json_response, read_json
 from loramux.server.http.call import Call
 from loramux.server.http.openapi import answering, changing
 from loramux.server.http.routes import Route, Routes
-from loramux.server.http.streaming import stream_events
-from loramux.server.live.push_stream import EVENT_STREAM, Report, no_report, progress_events
-from loramux.server.live.registry_entries import alias_entry
+from loramux.server.http.streaming import named_event, stream_events
+from loramux.server.live.lists import alias_entry
 from loramux.server.live.warming import warm_up
-from loramux.server.naming.local_sources import fetched_folder, local_folder
+from loramux.server.naming.combinations import open_version
 from loramux.server.naming.names import full_name
-from loramux.server.naming.recipes import open_version
 from loramux.server.naming.registry_adapters import RegistryAdapters
+from loramux.server.naming.sources import fetched_folder, local_folder
 from loramux.server.naming.view import View, unknown_adapter
+from loramux.sources.download import Progress
 from loramux.sources.parse import is_remote, lasting_name
 from loramux.sources.refusals import SourceCode
 from loramux.store.library import AdapterLibrary, Pushed
@@ -46,6 +47,41 @@ from loramux.wire.registry import (
     RollbackRequest,
     SplitRequest,
 )
+
+EVENT_STREAM = "text/event-stream"
+INTERVAL_S = 0.25
+Report = Callable[[Progress], None]
+
+
+def no_report(progress: Progress) -> None:
+    """Ignores the progress."""
+
+
+async def progress_events(
+    push: Callable[[Report], Awaitable[PushedEntry]],
+) -> AsyncGenerator[bytes, None]:
+    """Yield `progress` events while the push runs, and then `done` with its result.
+
+    A push goes on when the client has disconnected, as one without events does.
+    """
+    newest = Progress(0, None)
+    shown: Progress | None = None
+
+    def report(progress: Progress) -> None:
+        nonlocal newest
+        newest = progress
+
+    task = asyncio.ensure_future(push(report))
+    # Reading the exception keeps asyncio from reporting it if no reader is left.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    while not task.done():
+        await asyncio.wait({task}, timeout=INTERVAL_S)
+        if not task.done() and newest != shown:
+            shown = newest
+            sizes = {"received_bytes": shown.received_bytes, "total_bytes": shown.total_bytes}
+            yield named_event("progress", sizes)
+    yield named_event("done", task.result())
+
 
 T = TypeVar("T")
 

@@ -21,10 +21,9 @@ from loramux.server.generate.generation import (
     run,
 )
 from loramux.server.generate.prompts import check_characters, encode_prompt
-from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.generate.receipt_draft import ReceiptDraft, UsageCount, receipt_draft
 from loramux.server.generate.requests import open_own, read_own
 from loramux.server.generate.selection import ModelReference, combination_of
-from loramux.server.generate.usage import UsageCount
 from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating

@@ -32,7 +32,7 @@ from loramux.server.http.call import Call
 from loramux.server.http.routes import Route, Routes
 from loramux.server.live.in_use import forget_unloaded
 from loramux.server.live.warming import warm_up
-from loramux.server.naming.local_sources import check_size, local_folder
+from loramux.server.naming.sources import check_size, local_folder
 from loramux.sources.parse import is_remote
 from loramux.sources.source_id import SourceKind
 from loramux.types.adapter import AdapterCard

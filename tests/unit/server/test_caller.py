@@ -6,7 +6,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from loramux.errors import InvalidRequest
-from loramux.server.auth.caller import read_caller
+from loramux.server.auth.authentication import read_caller
 from loramux.types.access import ALL_SCOPES
 from loramux.types.caller import ANONYMOUS
 from tests.unit.server.asgi_client import COMPLETIONS, make_app, request

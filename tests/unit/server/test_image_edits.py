@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from loramux.server.http.multipart import MAX_PARTS
+from loramux.server.images.openai import MAX_PARTS
 from loramux.types.image import SourceImage
 from tests.image_factory import (
     ATTENTION,

@@ -10,7 +10,7 @@ from loramux.backend.host import EngineStats, Health
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
 from loramux.server.context import Context, ServerOptions
-from loramux.server.live.feed import MAX_CELLS, LiveFeed, cells_of
+from loramux.server.routes.page import MAX_CELLS, LiveFeed, cells_of
 from tests.unit.server.asgi_client import run
 from tests.unit.server.scripted_backend import ScriptedBackend
 

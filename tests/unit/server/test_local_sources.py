@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import SourceForbidden, SourceNotFound
-from loramux.server.naming.local_sources import fetched_folder, local_folder
+from loramux.server.naming.sources import fetched_folder, local_folder
 from loramux.sources.config import HttpConfig, SourceConfig
 from loramux.sources.parse import is_remote
 from tests.fault_server import FaultServer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from loramux.server.routes.openai import LOWEST, CompletionLogprobsWriter, chat_logprobs
+from loramux.server.families.openai import LOWEST, CompletionLogprobsWriter, chat_logprobs
 from loramux.types.request import TokenLogprob
 from tests.unit.server.scripted_backend import ByteCodec
 

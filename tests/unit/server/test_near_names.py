@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loramux.server.generate.near_names import nearest
+from loramux.server.generate.selection import nearest
 from tests.unit.server.asgi_client import complete, make_app, post
 from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import ScriptedBackend

@@ -17,7 +17,7 @@ from loramux.server.families import (
     responses,
     sglang,
 )
-from loramux.server.generate.foreign_fields import FOREIGN_FIELDS, unsupported_in
+from loramux.server.generate.checked_fields import FOREIGN_FIELDS, unsupported_in
 from loramux.wire import pooling as wire_pooling
 from loramux.wire import text as wire
 from tests.unit.server.asgi_client import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from loramux.server.generate.usage import UsageCount
+from loramux.server.generate.receipt_draft import UsageCount
 from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import COMPLETIONS, chat, complete, get, make_app, post

@@ -13,7 +13,7 @@ import pytest
 
 from loramux.backend.text import Delta
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
-from loramux.server.naming.locks import NameLocks
+from loramux.server.naming.pins import NameLocks
 from loramux.sources.config import FetchLimits, SourceConfig
 from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request

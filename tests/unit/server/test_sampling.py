@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loramux.errors import InvalidRequest
-from loramux.server.generate.foreign_fields import FOREIGN_FIELDS
+from loramux.server.generate.checked_fields import FOREIGN_FIELDS
 from loramux.server.generate.sampling import (
     MaxTokens,
     chat_logprobs_of,

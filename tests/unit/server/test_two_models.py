@@ -18,7 +18,7 @@ from loramux.metrics.server import Metrics
 from loramux.server.app import ServerApp, create_app
 from loramux.server.context import Context, ServerOptions
 from loramux.server.images.context import ImageContext, ImageModel
-from loramux.server.live.feed import LiveFeed
+from loramux.server.routes.page import LiveFeed
 from loramux.types.residency import ResidencyView, Tier, key_of_cid
 from tests.unit.server.asgi_client import chat, get, post, request, run
 from tests.unit.server.scripted_backend import ScriptedBackend, named

@@ -6,7 +6,7 @@ import msgspec
 
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AdapterInfo, AliasAction, AliasState, Target, VersionInfo
-from loramux.server.live.registry_entries import registry_entry
+from loramux.server.live.lists import registry_entry
 from loramux.wire import text as wire
 from loramux.wire.text import ChatChunk, RunRequest
 

@@ -14,8 +14,7 @@ from loramux.engine.grammar.checking import check_apart
 from loramux.errors import InvalidRequest
 from loramux.server.chat.structured.check import require_enforceable
 from loramux.server.chat.structured.fields import check_size
-from loramux.server.chat.structured.schema import check_depth, prepare_schema
-from loramux.server.chat.structured.wellformed import check_wellformed
+from loramux.server.chat.structured.schema import check_depth, check_wellformed, prepare_schema
 from loramux.types.grammar import Grammar, GrammarOptions
 
 MAX_TOOLS = 512

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from loramux.backend.text import Delta
+from loramux.server.chat.tools.chat import ReplyFormat
 from loramux.server.chat.tools.parser import Arguments, CallBegin, Piece, Text
-from loramux.server.chat.tools.reply import ReplyFormat
 from loramux.types.request import FinishReason
 from loramux.wire.text import (
     ChatDelta,

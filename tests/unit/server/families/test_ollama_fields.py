@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loramux.server.families.ollama_fields import is_zero
+from loramux.server.families.ollama import is_zero
 from tests.unit.server.asgi_client import make_app, post
 from tests.unit.server.scripted_backend import ScriptedBackend
 

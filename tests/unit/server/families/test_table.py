@@ -14,7 +14,7 @@ from loramux.config import serve
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context, ServerOptions
 from loramux.server.families.table import FAMILIES, OWN, routes_of_others
-from loramux.server.generate.foreign_fields import field_table
+from loramux.server.generate.checked_fields import field_table
 from loramux.server.http.routes import Route
 from tests.unit.server.asgi_client import get, make_app, post
 from tests.unit.server.scripted_backend import ScriptedBackend

@@ -28,8 +28,8 @@ from loramux.server.chat.tools.families import (
     family_of_template,
     find_family,
 )
-from loramux.server.chat.tools.grammar import call_grammar
 from loramux.server.chat.tools.parser import Arguments, CallBegin, CallParser, Text
+from loramux.server.chat.tools.plan import call_grammar
 from loramux.types.grammar import Grammar, GrammarOptions
 from tests.tokenizer_factory import save_byte_level
 

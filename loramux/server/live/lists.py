@@ -1,4 +1,4 @@
-"""The models that a caller may name: the bases, each with its adapters."""
+"""The models and adapters that a caller sees, as lists and entries."""
 
 from __future__ import annotations
 
@@ -7,12 +7,54 @@ from msgspec import UNSET
 from loramux.backend.text import ModelCard
 from loramux.base.threads import QUERIES
 from loramux.errors import AdapterNotFound
-from loramux.registry.records import Resolved
+from loramux.registry.records import AdapterInfo, AliasState, Resolved, VersionInfo
 from loramux.server.context import HostContext
-from loramux.server.generate.near_names import MAX_LISTED
-from loramux.server.naming.view import View
+from loramux.server.generate.selection import MAX_LISTED
+from loramux.server.naming.view import WHOLE_VIEW, View, unknown_adapter
 from loramux.types.caller import Caller
+from loramux.wire.registry import AliasEntry, RegistryEntry, VersionEntry
 from loramux.wire.text import ModelEntry
+
+
+def registry_entry(info: AdapterInfo, view: View = WHOLE_VIEW) -> RegistryEntry:
+    """Describe an adapter; of another tenant's, only what is shared with the caller."""
+    shared = view.shared_versions(info.adapter)
+    is_own = not view.is_confined or info.adapter.tenant == view.tenant
+    seen = [one for one in info.versions if shared is None or one.version in shared]
+    if not seen and shared is not None:
+        raise unknown_adapter(info.adapter)
+    return RegistryEntry(
+        id=str(info.adapter),
+        tenant=info.adapter.tenant,
+        name=info.adapter.name,
+        latest=info.latest if shared is None else seen[0].version,
+        versions=[version_entry(version, is_own=is_own) for version in seen],
+        aliases=[] if shared is not None else [alias_entry(state) for state in info.aliases],
+    )
+
+
+def version_entry(version: VersionInfo, *, is_own: bool = True) -> VersionEntry:
+    return VersionEntry(
+        version=version.version,
+        cid=version.cid,
+        bytes=version.size_bytes,
+        base_model=version.base_model,
+        created=version.created_at,
+        recipe=UNSET if version.recipe is None else version.recipe.to_dict(),
+        signed_by=version.signed_by or UNSET,
+        pushed_by=(version.pushed_by if is_own else None) or UNSET,
+        modality="image" if version.modality == "image" else UNSET,
+    )
+
+
+def alias_entry(state: AliasState) -> AliasEntry:
+    return AliasEntry(
+        alias=state.alias,
+        revision=state.revision,
+        action=state.action.value,
+        targets={target.version: target.weight for target in state.targets},
+        created=state.created_at,
+    )
 
 
 async def list_models(context: HostContext, caller: Caller) -> list[ModelEntry]:
@@ -37,7 +79,7 @@ async def _registry_entries(context: HostContext, view: View) -> list[ModelEntry
     return [_model_entry(context, f"{one.tenant}/{one.name}", one, view) for one in found]
 
 
-async def registry_entry(context: HostContext, model_id: str, view: View) -> ModelEntry | None:
+async def registered_model(context: HostContext, model_id: str, view: View) -> ModelEntry | None:
     if context.registry is None:
         return None
     try:

@@ -1,17 +1,96 @@
-"""Fields that a body for images does not have, and that must not be ignored.
-
-A drawing that ignored them would look right and be another one than the client asked for.
-"""
+"""The fields of images: adapters, sizes, files, and names that were nearly meant."""
 
 from __future__ import annotations
 
+import binascii
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from loramux.backend.images import ImageCard
 from loramux.errors import InvalidRequest
 from loramux.server.http.body import decode
+from loramux.types.image import SourceImage
+from loramux.types.image_files import measure
+from loramux.wire.images import ImageGeneration, NamedLora
+
+_DATA_URL = "data:"
+
+
+def decode_base64(text: str, param: str) -> bytes:
+    """Decode base64 or a data URL with base64."""
+    if text.startswith(_DATA_URL):
+        head, _, text = text.partition(",")
+        if not head.endswith(";base64"):
+            raise InvalidRequest(f"{param} must be a data URL with base64.", param=param)
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(
+            f"{param} must be the base64 of a PNG, JPEG or WebP file, not an address.", param=param
+        ) from error
+
+
+def check_files(source: SourceImage) -> SourceImage:
+    """Refuses files of other formats and with too many pixels by their headers."""
+    measure(source.image, "image")
+    if source.mask is not None:
+        measure(source.mask, "mask")
+    return source
+
+
+def size_of(card: ImageCard, source: SourceImage) -> tuple[int, int]:
+    """Return the width and height of a drawing that follows its source."""
+    return card.size_like(*measure(source.image, "image"))
+
+
+_NAMES = ("name", "lora_name", "adapter", "path")
+_SCALES = ("scale", "lora_scale")
+
+
+def named_adapters(body: ImageGeneration) -> tuple[list[str] | None, list[float] | None]:
+    """Return the names and weights that a body gives in one of its ways.
+
+    `path` of other servers is the name of a served adapter here, as any other would read files.
+    """
+    others = {
+        "lora": None if body.lora is None else [body.lora],
+        "loras": body.loras,
+        "image_loras": body.image_loras,
+    }
+    given = {field: loras for field, loras in others.items() if loras is not None}
+    if not given:
+        return body.adapters, body.adapter_weights
+    own = [name for name in ("adapters", "adapter_weights") if getattr(body, name) is not None]
+    fields = [*own, *given]
+    if len(fields) > 1:
+        raise InvalidRequest(
+            f"{' and '.join(fields)} both name adapters: send one of them.", param=fields[-1]
+        )
+    ((field, loras),) = given.items()
+    names = [str(_only(lora, _NAMES, field)) for lora in loras]
+    return names, _weights([_only(lora, _SCALES, field) for lora in loras], field)
+
+
+def _weights(scales: Sequence[object], field: str) -> list[float] | None:
+    """Return the weights; None: all are the adapters' own."""
+    given = [scale for scale in scales if isinstance(scale, float)]
+    if given and len(given) < len(scales):
+        raise InvalidRequest(f"Give each of {field} a scale, or none of them.", param=field)
+    return given or None
+
+
+def _only(lora: NamedLora, fields: Sequence[str], param: str) -> object:
+    """Return the value of the one field that is given; a name must be."""
+    values = {name: getattr(lora, name) for name in fields if getattr(lora, name) is not None}
+    if len(set(values.values())) > 1 or (not values and fields is _NAMES):
+        raise InvalidRequest(
+            f"Each of {param} needs one of {', '.join(fields)}, got {list(values) or 'none'}.",
+            param=param,
+        )
+    return next(iter(values.values()), None)
+
 
 ADAPTER_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("adapter", "adapter_name", "adapter_names"), "adapters"),

@@ -25,22 +25,19 @@ from loramux.server.generate.generation import (
     run,
 )
 from loramux.server.generate.prompts import off_loop, split_prompts
-from loramux.server.generate.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.generate.receipt_draft import ReceiptDraft, UsageCount, receipt_draft
 from loramux.server.generate.requests import open_own, read_own
 from loramux.server.generate.sampling import (
-    chat_logprobs_of,
-    completion_logprobs_of,
-)
-from loramux.server.generate.selection import openai_reference
-from loramux.server.generate.token_reports import (
     LOWEST,
     TokenReport,
+    chat_logprobs_of,
+    completion_logprobs_of,
     prompt_logprobs,
     show_token,
     token_report,
     truncation_of,
 )
-from loramux.server.generate.usage import UsageCount
+from loramux.server.generate.selection import openai_reference
 from loramux.server.http.body import json_response
 from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from loramux.server.context import Context
+from loramux.server.families.openai import chat_events, complete_chat
 from loramux.server.generate.asked import Asked
 from loramux.server.generate.fim import FillPrompt
 from loramux.server.generate.generation import Generation, RouteKind, collect, run
@@ -15,7 +16,6 @@ from loramux.server.http.call import Call
 from loramux.server.http.openapi import generating
 from loramux.server.http.routes import Route, Routes
 from loramux.server.http.streaming import stream_events, until_gone
-from loramux.server.routes.openai import chat_events, complete_chat
 from loramux.wire.text import ChatCompletion, FimRequest
 
 FIM = RouteKind(id_prefix="fim", prompt_param="prompt", default_max_tokens=None)
