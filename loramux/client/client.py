@@ -1,4 +1,4 @@
-"""The synchronous Python client."""
+"""The synchronous Python client, which scripts/write_sync_client.py writes."""
 
 from __future__ import annotations
 
@@ -195,21 +195,20 @@ class Client:
         return wire.health_reply(response.status_code, response.content)
 
     def _send(self, call: Call) -> bytes:
-        with closing(self._open(call)) as response, wire.transport_errors(self.base_url):
-            return response.read()
+        with closing(self._open(call)) as response:
+            with wire.transport_errors(self.base_url):
+                return response.read()
 
     def _stream(self, call: Call, chunk_type: type[ChunkT]) -> Generator[ChunkT, None, None]:
         reader = StreamReader(chunk_type, call.num_choices)
-        with (
-            closing(self._open(call)) as response,
-            wire.transport_errors(self.base_url, streaming=True),
-        ):
-            for event in httpx2.EventSource(response):
-                chunk = reader.read(event)
-                if chunk is not None:
-                    yield chunk
-                if reader.is_over:
-                    break
+        with closing(self._open(call)) as response:
+            with wire.transport_errors(self.base_url, streaming=True):
+                for event in httpx2.EventSource(response):
+                    chunk = reader.read(event)
+                    if chunk is not None:
+                        yield chunk
+                    if reader.is_over:
+                        break
         reader.check_complete()
 
     def _open(self, call: Call) -> httpx2.Response:

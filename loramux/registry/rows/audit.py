@@ -39,11 +39,6 @@ def add_entry(connection: Connection, values: Mapping[str, object]) -> None:
     connection.execute(update(audit_head).values(digest=values["digest"]))
 
 
-def get_entry(connection: Connection, number: int) -> Row[Any] | None:
-    statement = select(audit_entries).where(columns.number == number)
-    return connection.execute(statement).one_or_none()
-
-
 def read_all(connection: Connection, *, batch: int) -> Iterator[Row[Any]]:
     """Yield all entries in their order; only a batch of them is in memory."""
     last = -(2**63)
