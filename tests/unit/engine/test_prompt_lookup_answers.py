@@ -109,5 +109,5 @@ def test_prompt_lookup_changes_no_answer(
     assert number // 5 < accepted <= verified
     # Among many requests some drafts are wrong.
     assert verified - accepted > number // 5 or number < 75
-    assert len(stats.draft_tokens) > 2
+    assert len(stats.draft_tokens) > 1
     assert not engine_stats(engines[0], num_steps=0).draft_tokens
