@@ -345,7 +345,7 @@ class TorchOps:
             weights /= weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
         y = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
+        for number in sorted(set(chosen.flatten().tolist())):
             expert = mlp.experts[number]
             rows, places = (chosen == number).nonzero(as_tuple=True)
             hidden = self._glu(at_rows(expert.gate_up, rows)(x[rows]))

@@ -28,7 +28,7 @@ from loramux.lora.attach import LoraLinear
 from loramux.lora.extras import StepExtras
 from loramux.models.architectures import linears_of
 from loramux.models.decoder import Decoder
-from loramux.models.forward import Attention, DecoderOps, hidden_states
+from loramux.models.forward import Attention, DecoderOps, GatedMlp, hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary
 from loramux.models.packed_linear import PackedLinear
 from loramux.runner.extras_ops import OpsWithExtras
@@ -83,6 +83,7 @@ class JitDecoder:
         """Whether the KV cache has another dtype than the compiled loops."""
         self._layers = decoder.describe(linear=_same, norm=self._norm_arrays)
         first = self._layers[0]
+        assert isinstance(first.mlp, GatedMlp), "experts have no compiled kernels"
         self.widths = _Widths(
             qkv=_base(first.mixer.qkv).out_features,
             attended=_base(first.mixer.o).in_features,

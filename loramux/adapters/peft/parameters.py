@@ -160,7 +160,8 @@ class ParameterPlan:
 
     def match(self, entries: Sequence[TensorEntry], *, max_rank: int | None) -> ParameterContents:
         has_router = any(parameter.name == ROUTER for parameter, _ in self.plans)
-        own, others = [], []
+        own: list[TensorEntry] = []
+        others: list[TensorEntry] = []
         for entry in entries:
             match = _TENSOR.match(text_tensor_name(entry.name) or "")
             is_own = match is not None and (match["place"] != "gate" or has_router)
