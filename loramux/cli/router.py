@@ -190,10 +190,8 @@ class _State:
 
 
 def _app(members: Members, options: RouterOptions, state: _State) -> RouterApp:
-    from loramux.registry.registry import Registry
     from loramux.router.app import RouterApp
     from loramux.router.desired import FileDesired
-    from loramux.router.resolve import RegistryNames
 
     if state.registry is None or state.registry == "none":
         if state.file is None:
@@ -205,6 +203,10 @@ def _app(members: Members, options: RouterOptions, state: _State) -> RouterApp:
         return RouterApp(members, options, desired=desired)
     if state.file is not None:
         raise InvalidRequest("With a registry the adapters are recorded there: no --adapters-file.")
+    # Imported here: without a registry, the extra `registry` is not needed.
+    from loramux.registry.registry import Registry
+    from loramux.router.resolve import RegistryNames
+
     opened = Registry(state.registry)
     names = RegistryNames(opened, api_key=options.api_key, tenant_header=options.tenant_header)
     return RouterApp(members, options, names=names, desired=opened.desired(state.fleet))
