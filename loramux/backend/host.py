@@ -193,17 +193,17 @@ class AdapterHost(Protocol):
         ...
 
     async def start(self) -> None:
-        """Returns once the engine accepts requests; raises the error that prevents the start."""
+        """Return once the engine accepts requests; raise the error that prevents the start."""
         ...
 
     async def add_adapter(self, path: str) -> AdapterCard:
-        """Checks an adapter's files and registers it by its CID; raises AdapterRefused."""
+        """Check an adapter's files and register it by its CID; raise AdapterRefused."""
         ...
 
     async def inspect_adapters(
         self, paths: Sequence[str]
     ) -> Sequence[AdapterCard | InspectedCard | LoramuxError]:
-        """Checks several adapters, of PEFT folders configs and headers without their weights.
+        """Check several adapters, of PEFT folders configs and headers without their weights.
 
         Returns for each its card, if its CID is known and it is registered now, else what its
         header says, or why it is refused.
@@ -215,7 +215,7 @@ class AdapterHost(Protocol):
         ...
 
     async def prewarm(self, cids: Sequence[str], *, num_busiest: int = 0) -> None:
-        """Loads these adapters, then the busiest of earlier runs, while there is free memory."""
+        """Load these adapters, then the busiest of earlier runs, while there is free memory."""
         ...
 
     async def pin_adapter(self, cid: str, pinned: bool) -> None:
@@ -223,15 +223,15 @@ class AdapterHost(Protocol):
         ...
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:
-        """Returns residency and usage of every registered adapter."""
+        """Return residency and usage of every registered adapter."""
         ...
 
     async def examine_adapter(self, path: str) -> Mapping[str, Any]:
-        """Returns the doctor's report on an adapter; a refusal is a finding in it."""
+        """Return the doctor's report on an adapter; a refusal is a finding in it."""
         ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
-        """Generates on the base and on an adapter; returns the seconds of each check, or raises.
+        """Generate on the base and on an adapter; return the seconds of each check, or raise.
 
         `broken_adapters` is the number of those that were tried and cannot be served; 0: left out.
         """

@@ -156,7 +156,7 @@ class Budgets:
 
 
 def parse_targets(names: Sequence[str], base: BaseModelInfo) -> tuple[str, ...]:
-    """Expands names such as q, v_proj, attention, mlp or all to projections, in layer order."""
+    """Expand names such as q, v_proj, attention, mlp or all to projections, in layer order."""
     known = [projection.name for projection in base.projections]
     attention = {
         name

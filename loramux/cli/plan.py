@@ -97,7 +97,7 @@ def size_table(sizes: list[AdapterSize]) -> Table:
 
 
 def part_table(sizes: list[AdapterSize]) -> Table | None:
-    """A table of the parts of measured adapters by kind; None if no adapter was measured."""
+    """Return a table of the parts of measured adapters by kind; None if no adapter was measured."""
     table = Table("adapter", "kind")
     for column in ("modules", "bytes", "read per token"):
         table.add_column(column, justify="right")
@@ -411,7 +411,9 @@ def planned_device(arguments: PlanArguments) -> PlannedDevice:
 
 
 def local_device(wanted: str) -> tuple[str, str, int | None]:
-    """The device, and the name and memory of the GPU of this machine that it means, if any."""
+    """Return the device, and the name and memory of the GPU of this machine that it
+    means, if any.
+    """
     from loramux.memory.gpus import GpuFault, visible_gpus
     from loramux.runner.device_choice import choose_device
 
@@ -451,7 +453,7 @@ def planned_base(arguments: PlanArguments, config: ResolvedConfig) -> PlannedBas
 def gpu_memory(
     arguments: PlanArguments, base: PlannedBase, device: PlannedDevice
 ) -> GpuMemory | None:
-    """The memory of the GPU by use; None for a CPU, or if the size of the pool is given."""
+    """Return the memory of the GPU by use; None for a CPU, or if the size of the pool is given."""
     from loramux.capacity.gpus import GpuSettings, plan_gpu_memory
 
     if arguments.device_memory is not None and arguments.device_total is not None:
@@ -492,7 +494,7 @@ def budgets(
 
 
 def pool_bytes(arguments: PlanArguments, base: PlannedBase) -> int:
-    """The size of the pool if it is given, or in the memory of a CPU."""
+    """Return the size of the pool if it is given, or in the memory of a CPU."""
     from loramux.memory.host_memory import default_pool_bytes
 
     if arguments.device_memory is not None:

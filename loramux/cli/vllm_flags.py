@@ -119,7 +119,7 @@ VLLM_FLAGS: dict[str, Fate] = {
 
 
 def translate_vllm_flags(args: Sequence[str]) -> list[str]:
-    """Returns the arguments with the own flags; raises InvalidRequest for what is refused."""
+    """Return the arguments with the own flags; raise InvalidRequest for what is refused."""
     return list(_translated(list(args)))
 
 

@@ -9,7 +9,7 @@ from loramux.memory import reports
 
 
 def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
-    """Returns all statistics but `resident_adapters`, which is reported as changes."""
+    """Return all statistics but `resident_adapters`, which is reported as changes."""
     memory = engine.memory
     device = memory.costs.device
     prefixes = memory.prefixes

@@ -88,7 +88,7 @@ class AttentionPlan(Protocol):
     """Index tensors of a step, made once and used by every layer."""
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores the step's keys and values in their pages.
+        """Store the step's keys and values in their pages.
 
         storage [pages, layers * 2 * block * kv heads * dim]   k, v [rows, kv heads, dim]
         """
@@ -104,7 +104,7 @@ class AttentionOps(Protocol):
     def plan(
         self, sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device
     ) -> AttentionPlan:
-        """Builds the index tensors of a step."""
+        """Build the index tensors of a step."""
 
 
 class DeviceAttentionPlan(AttentionPlan, Protocol):
@@ -123,17 +123,17 @@ class DeviceAttentionPlan(AttentionPlan, Protocol):
         """
 
     def first_rows(self, num_rows: int, num_items: Sequence[int]) -> DeviceAttentionPlan:
-        """Returns the plan of a smaller graph over these buffers, with num_items per tile shape."""
+        """Return the plan of a smaller graph over these buffers, with num_items per tile shape."""
 
 
 class DeviceAttentionOps(Protocol):
     def attention_dtype(self, queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
-        """The dtype in which queries are multiplied with keys, and weights with values."""
+        """Return the dtype in which queries are multiplied with keys, and weights with values."""
 
     def plan(
         self, sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device
     ) -> DeviceAttentionPlan:
-        """Builds the index tensors of a step."""
+        """Build the index tensors of a step."""
 
     def plan_decodes(
         self,
@@ -142,7 +142,7 @@ class DeviceAttentionOps(Protocol):
         q: Tensor,
         windows: Iterable[int | None] = (None,),
     ) -> DeviceAttentionPlan:
-        """A plan of fixed shape for a CUDA graph: one row per sequence; `partition` fills it.
+        """Return a plan of one row per sequence for a CUDA graph; `partition` fills it.
 
         page_table [sequences, pages] int32   q: of the queries' shape, in `attention_dtype`
         """
@@ -155,7 +155,7 @@ class DeviceAttentionOps(Protocol):
         layout: KVLayout,
         items: Mapping[int | None, Sequence[Tensor]],
     ) -> DeviceAttentionPlan:
-        """A plan of fixed shape for a CUDA graph of any step; `partition_steps` makes the items.
+        """Return a plan for a CUDA graph of any step; `partition_steps` makes the items.
 
         page_table [sequences, pages], slots [rows] int32   q: as in plan_decodes
         """
@@ -328,7 +328,7 @@ class LoraKernels(Protocol):
     """Whether `LoraWeights.addresses` is used: adapters may be anywhere, unused slots are free."""
 
     def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows:
-        """Prepares segments, which may overlap: rows with several adapters have one of each.
+        """Prepare segments, which may overlap: rows with several adapters have one of each.
 
         Adapters are added to a row in the order of its segments.
         """
@@ -349,7 +349,7 @@ class SegmentedLoraOps(Protocol):
     """LoRA by a step's work list (SGMV). pool [pages, elements]"""
 
     def resolve(self, tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
-        """Writes the addresses of A and B of each work item, layer and projection.
+        """Write the addresses of A and B of each work item, layer and projection.
 
         directory int32 [layers, blocks, 4]   slots int32 [slots, 8 projections, 2]
         """
@@ -379,7 +379,7 @@ class AugmentedLoraOps(Protocol):
         rank_block: tuple[int, int],
         block: int,
     ) -> None:
-        """Copies A of one rank block of one adapter behind every weight."""
+        """Copy A of one rank block of one adapter behind every weight."""
 
     def expand(self, y: Tensor, lora: AugmentedSite) -> Tensor:
         """y += h @ B, in place: [rows, outputs]. y [rows, outputs + ranks]"""
@@ -407,7 +407,7 @@ class ExtrasOps(Protocol):
     def scale_logits(self, tables: ExtrasTables, logits: Tensor) -> None: ...
 
     def embed_rows(self, tables: ExtrasTables, y: Tensor, token_ids: Tensor, scale: float) -> None:
-        """Replaces embeddings y [rows, hidden], or adds low rank, times scale. token_ids [rows]"""
+        """Replace embeddings y [rows, hidden], or add low rank, times scale. token_ids [rows]"""
 
     def replace_outputs(
         self, tables: ExtrasTables, y: Tensor, x: Tensor, linear: ReplacedOutputs
@@ -493,7 +493,7 @@ class JitAttentionOps(Protocol):
     def plan(
         self, sequences: Sequence[SequenceRows], layout: KVLayout, device: torch.device
     ) -> JitAttentionPlan:
-        """Builds the index tensors of a step."""
+        """Build the index tensors of a step."""
 
 
 class JitElementwiseOps(ElementwiseOps, Protocol):
@@ -528,7 +528,7 @@ class JitElementwiseOps(ElementwiseOps, Protocol):
         """silu(gate) * up of each row of a GEMM, written to `out`."""
 
     def run_epilogue(self, epilogue: Epilogue, y: Array) -> None:
-        """Applies the epilogue to all rows of y, which another GEMM has computed."""
+        """Apply the epilogue to all rows of y, which another GEMM has computed."""
 
 
 class JitLoraOps(LoraKernels, Protocol):

@@ -26,7 +26,9 @@ MIN_CAPABILITY = (8, 0)
 def select_kernels(
     device_type: str, *, reference: bool, dtype: torch.dtype, may_compile: bool = True
 ) -> Kernels:
-    """The op sets of a runner without CUDA graphs: reference, torch on a CPU, or compiled loops."""
+    """Return the op sets of a runner without CUDA graphs: reference, torch on a CPU, or compiled
+    loops.
+    """
     from loramux.kernels.reference import attention as reference_attention
     from loramux.kernels.reference import lora as reference_lora
 
@@ -86,7 +88,7 @@ def select_jit_gemm(dtype: torch.dtype) -> JitGemmOps | None:
 
 
 def triton_fault(device: str) -> str | None:
-    """Returns why Triton cannot compile and run a kernel on the current CUDA device, or None."""
+    """Return why Triton cannot compile and run a kernel on the current CUDA device, or None."""
     try:
         from loramux.kernels.gpu.probe import run_probe
 
@@ -97,7 +99,7 @@ def triton_fault(device: str) -> str | None:
 
 
 def select_fp12_packer() -> Fp12PackOps | None:
-    """The compiled code that packs adapters on the host; None: numba is missing."""
+    """Return the compiled code that packs adapters on the host; None: numba is missing."""
     if importlib.util.find_spec("numba") is None:
         return None
     from loramux.kernels.cpu_jit import fp12
@@ -106,7 +108,9 @@ def select_fp12_packer() -> Fp12PackOps | None:
 
 
 def select_quantised_gemm(device: torch.device, dtype: torch.dtype) -> QuantisedGemmOps | None:
-    """The GEMMs over quantised weights; None: the device has no FP8 tensor cores, or no Triton."""
+    """Return the GEMMs over quantised weights; None: the device has no FP8 tensor cores, or no
+    Triton.
+    """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     try:
@@ -118,7 +122,7 @@ def select_quantised_gemm(device: torch.device, dtype: torch.dtype) -> Quantised
 
 
 def select_device_kernels(device: torch.device) -> DeviceKernels:
-    """The Triton kernels; on a CPU the reference, with Triton's interpreter for attention.
+    """Return the Triton kernels; on a CPU the reference, with Triton's interpreter for attention.
 
     The CPU form is for tests of the layers above the kernels.
     """

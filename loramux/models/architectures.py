@@ -411,7 +411,7 @@ def may_fold(config: DecoderConfig) -> bool:
 
 
 def linears_of(config: DecoderConfig) -> tuple[LinearSpec, ...]:
-    """The linears of a decoder layer, in the order of the checkpoint."""
+    """Return the linears of a decoder layer, in the order of the checkpoint."""
     mlp = mlp_linears(config) if config.experts is None else expert_linears(config, config.experts)
     return (*attention_linears(config), *mlp)
 
@@ -453,7 +453,7 @@ def mlp_linears(config: DecoderConfig) -> tuple[LinearSpec, ...]:
 
 
 def expert_linears(config: DecoderConfig, experts: ExpertsConfig) -> tuple[LinearSpec, ...]:
-    """The router, and two linears of each expert: adapters change each expert apart."""
+    """Return the router, and two linears of each expert: adapters change each expert apart."""
     hidden, inner = config.hidden_size, experts.intermediate_size
     block, (gate, up, down) = experts.names.block, experts.names.projections
     specs = [LinearSpec(ROUTER, hidden, ("gate",), (experts.count,), block)]
@@ -482,12 +482,12 @@ def expert_linears(config: DecoderConfig, experts: ExpertsConfig) -> tuple[Linea
 
 
 def expert_linear(number: int, name: str) -> str:
-    """The name of a linear of an expert."""
+    """Return the name of a linear of an expert."""
     return f"expert_{number}_{name}"
 
 
 def head_linear(config: DecoderConfig) -> LinearSpec:
-    """The output head: over the vocabulary, or of a classifier."""
+    """Return the output head: over the vocabulary, or of a classifier."""
     name = "score" if config.num_labels else "lm_head"
     return LinearSpec(name, config.hidden_size, (name,), (config.head_size,), block="")
 

@@ -156,25 +156,25 @@ class Scheduler:
                 heapq.heappush(self._deadlines, deadline)
 
     def check(self, request: Request) -> int:
-        """Returns the maximum length of a request; raises if it could never run here."""
+        """Return the maximum length of a request; raise if it could never run here."""
         if request.request_id in self._by_request:
             raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
         check_shares(request)
         return self._max_length(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request and frees its pages at once; ignores an unknown id."""
+        """End a request and free its pages at once; ignore an unknown id."""
         for sequence in list(self._by_request.get(request_id, {}).values()):
             self._drop(sequence)
 
     def finish(self, request_id: str, index: int) -> None:
-        """Ends one choice whose text contains a stop string."""
+        """End one choice whose text contains a stop string."""
         sequence = self._by_request.get(request_id, {}).get(index)
         if sequence is not None:
             self._drop(sequence)
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """Returns the plan of the next step; None if all sequences wait for their adapters."""
+        """Return the plan of the next step; None if all sequences wait for their adapters."""
         assert not self._drafted, "the result of drafts was not applied"
         self._expire(now)
         self._admission.begin_step(now)
@@ -193,7 +193,7 @@ class Scheduler:
         return StepPlan(tuple(step.chunks))
 
     def launched(self, plan: StepPlan) -> None:
-        """Records that a plan was launched; the next plan may build on its unknown tokens.
+        """Record that a plan was launched; the next plan may build on its unknown tokens.
 
         The result of the plan before it must have been applied.
         """
@@ -213,7 +213,7 @@ class Scheduler:
                 self._drafted.add(chunk.sequence_id)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Applies the result of a launched plan and returns its events."""
+        """Apply the result of a launched plan and return its events."""
         self._drafted.clear()
         sequences, failed = self._sequences, result.failed
         for chunk in plan.chunks:
@@ -238,7 +238,7 @@ class Scheduler:
         return self.take_events()
 
     def fail(self, plan: StepPlan, message: str) -> None:
-        """Ends the sequences of a plan that could not be launched."""
+        """End the sequences of a plan that could not be launched."""
         for chunk in plan.chunks:
             sequence = self._sequences.get(chunk.sequence_id)
             if sequence is not None:
@@ -249,30 +249,30 @@ class Scheduler:
         return events
 
     def claims(self) -> dict[Owner, list[int]]:
-        """Returns the unshared pages of each sequence; shared ones belong to the prefix cache."""
+        """Return the unshared pages of each sequence; shared ones belong to the prefix cache."""
         return self._batch.claims()
 
     def leases(self) -> dict[str, int]:
-        """Returns the adapter leases by CID: of running sequences and of a reservation (R12)."""
+        """Return the adapter leases by CID: of running sequences and of a reservation (R12)."""
         return dict(self._batch.leases() + self._admission.retained_adapters())
 
     def running_adapters(self) -> dict[str, int]:
-        """Returns the number of running sequences by CID."""
+        """Return the number of running sequences by CID."""
         return dict(self._batch.leases())
 
     def prefix_leases(self) -> list[PrefixLease]:
         return self._batch.prefix_leases()
 
     def waiting_tokens(self) -> int:
-        """Returns the number of tokens that waiting sequences have to compute first."""
+        """Return the number of tokens that waiting sequences have to compute first."""
         return sum(sequence.num_uncomputed for sequence in self._waiting)
 
     def waiting_adapters(self) -> dict[str, int]:
-        """Returns the number of waiting sequences by CID."""
+        """Return the number of waiting sequences by CID."""
         return dict(Counter(cid for sequence in self._waiting for cid in sequence.cids))
 
     def waiting_tenants(self) -> dict[str, int]:
-        """Returns the number of waiting sequences by tenant."""
+        """Return the number of waiting sequences by tenant."""
         return dict(Counter(sequence.request.tenant for sequence in self._waiting))
 
     def check_integrity(self) -> None:
@@ -294,7 +294,7 @@ class Scheduler:
         )
 
     def _max_length(self, request: Request) -> int:
-        """Returns the maximum length of the request; raises if its prompt can never run."""
+        """Return the maximum length of the request; raise if its prompt can never run."""
         num_prompt = len(request.prompt_token_ids)
         limit = self.config.max_model_len
         if num_prompt == 0:
@@ -323,7 +323,7 @@ class Scheduler:
         return min(limit, room)
 
     def _add_waiters(self, request: Request) -> None:
-        """Adds a waiter for each choice, or none if one of them fails."""
+        """Add a waiter for each choice, or none if one of them fails."""
         cids = request.cids
         num_added = 0
         try:
@@ -367,7 +367,7 @@ class Scheduler:
         return others
 
     def _num_spare(self, step: _Step, max_rows: int) -> int:
-        """Returns how many drafts the step may have: a token of each sequence goes before them.
+        """Return how many drafts the step may have: a token of each sequence goes before them.
 
         An executor samples max_sequences rows at once.
         """
@@ -375,7 +375,7 @@ class Scheduler:
         return min(step.budget, self.config.max_sequences, max_rows) - num_rows
 
     def _propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Returns drafts for a decoding sequence, as many as it may have and as fit in pages."""
+        """Return drafts for a decoding sequence, as many as it may have and as fit in pages."""
         limit = min(limit, sequence.num_draftable)
         if self.drafts is None or limit <= 0 or sequence.has_unknown:
             return []
@@ -425,7 +425,7 @@ class Scheduler:
         return True
 
     def _accept(self, sequence: Sequence, chunk: Chunk, result: StepResult) -> None:
-        """Replaces the unknown token by the step's tokens, up to one that ends the sequence."""
+        """Replace the unknown token by the step's tokens, up to one that ends the sequence."""
         token_ids = result.accepted[sequence.sequence_id]
         logprobs = None
         if result.logprobs and sequence.request.params.logprobs is not None:
@@ -450,7 +450,7 @@ class Scheduler:
             self._events.append(event)
 
     def _verify(self, sequence: Sequence, chunk: Chunk, token_ids: list[int]) -> None:
-        """Counts the accepted drafts as computed and frees the pages of the others.
+        """Count the accepted drafts as computed and free the pages of the others.
 
         Where one of them ends the sequence, those after it are no tokens and are not shared.
         """
@@ -469,7 +469,7 @@ class Scheduler:
         self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Removes a sequence from the scheduler and frees everything that it holds."""
+        """Remove a sequence from the scheduler and free everything that it holds."""
         is_running = sequence in self._batch
         if is_running:
             self._batch.remove(sequence)

@@ -151,7 +151,7 @@ class Sequence:
         return wants_logprobs or request.pooling is Pooling.MEAN
 
     def reusable_token_ids(self) -> list[int]:
-        """Returns the tokens that may come from the prefix cache: all but the last one."""
+        """Return the tokens that may come from the prefix cache: all but the last one."""
         return [] if self.needs_all_tokens else self.tokens(0, self.num_tokens - 1)
 
     def start(self, now: float) -> None:
@@ -164,7 +164,7 @@ class Sequence:
             self.num_reused_tokens = self.num_computed
 
     def chunk(self, num_tokens: int) -> Chunk:
-        """Returns the next num_tokens uncomputed tokens, sampled if they are the last ones.
+        """Return the next num_tokens uncomputed tokens, sampled if they are the last ones.
 
         R16: they are either all before the adapter's start or none of them is.
         """
@@ -180,7 +180,7 @@ class Sequence:
         )
 
     def decode_chunk(self) -> Chunk:
-        """Returns chunk(1) of a decoding sequence, at less cost."""
+        """Return chunk(1) of a decoding sequence, at less cost."""
         return Chunk(
             self.sequence_id,
             self.output_token_ids[-1:],
@@ -192,7 +192,7 @@ class Sequence:
         )
 
     def draft_chunk(self, drafts: list[int]) -> Chunk:
-        """Returns the chunk of a decoding sequence whose newest token is followed by drafts.
+        """Return the chunk of a decoding sequence whose newest token is followed by drafts.
 
         Each row is sampled as if the drafts before it were accepted.
         """
@@ -213,12 +213,12 @@ class Sequence:
         )
 
     def commit(self, num_accepted: int) -> None:
-        """Counts the accepted drafts, which are tokens now, as computed; drops the others."""
+        """Count the accepted drafts, which are tokens now, as computed; drop the others."""
         self.num_computed += num_accepted
         self.num_drafts = 0
 
     def _rows(self, start: int, stop: int) -> Iterator[Rows]:
-        """Yields which tokens of a chunk are read, and what for."""
+        """Yield which tokens of a chunk are read, and what for."""
         params, pooling = self.request.params, self.request.pooling
         if params.prompt_logprobs is not None and not self.output_token_ids:
             following = self.prompt_token_ids[start + 1 : stop + 1]
@@ -232,7 +232,7 @@ class Sequence:
             yield Rows(stop - start - 1, 1, self._sample_row)
 
     def read(self, chunk: Chunk, result: StepResult) -> None:
-        """Keeps what a chunk of the prompt was read for beside its next token."""
+        """Keep what a chunk of the prompt was read for beside its next token."""
         for rows in chunk.rows:
             if isinstance(rows.use, NextTokens):
                 self.prompt_logprobs += result.logprobs[self.sequence_id][: rows.count]
@@ -243,7 +243,7 @@ class Sequence:
         self.pooled = pooled if self.pooled is None else self.pooled + pooled
 
     def pooled_vector(self) -> bytes | None:
-        """Returns the vector of a finished request with pooling, as a TokenEvent has it."""
+        """Return the vector of a finished request with pooling, as a TokenEvent has it."""
         if self.pooled is None:
             return None
         is_mean = self.request.pooling is Pooling.MEAN
@@ -267,7 +267,7 @@ class Sequence:
             self._num_charged = stop
 
     def restart(self, now: float) -> None:
-        """Resets the computed state after a preemption; the tokens stay."""
+        """Reset the computed state after a preemption; the tokens stay."""
         self.num_computed = 0
         self.num_drafts = 0
         self.page_ids = []

@@ -145,14 +145,14 @@ class HostContext:
         return any(host.modality == "image" for host in self.hosts)
 
     def host_of(self, modality: Modality) -> HostContext:
-        """Returns the context of a model; raises NotServed if there is none."""
+        """Return the context of a model; raise NotServed if there is none."""
         for host in self.hosts:
             if host.modality == modality:
                 return host
         raise NotServed(NO_MODEL[modality], param="name")
 
     async def host_for(self, name: str, view: View) -> HostContext:
-        """Returns the context of the backend that a name belongs to; else this one.
+        """Return the context of the backend that a name belongs to; else this one.
 
         The name is a given one, a CID, or one of the registry.
         """
@@ -168,7 +168,7 @@ class HostContext:
         return self.host_of(resolved.modality)
 
     def host_with(self, name: str) -> HostContext:
-        """Returns the context of the backend that has a given name or a CID; else this one."""
+        """Return the context of the backend that has a given name or a CID; else this one."""
         for host in self.hosts:
             if host.names.find(name) is not None or name in host.backend.adapters:
                 return host
@@ -203,7 +203,7 @@ class HostContext:
         return _NO_QUOTAS if self.registry is None else self.registry.quotas
 
     def view_of(self, caller: Caller) -> View:
-        """What the caller sees of the adapters."""
+        """Return what the caller sees of the adapters."""
         if caller.is_operator and caller.adapters is None:
             return View(caller, self.receipts.home_tenant)
         sources = self.sources
@@ -216,16 +216,18 @@ class HostContext:
         )
 
     def tenant_of(self, caller: Caller) -> str:
-        """The tenant whose record applies to the caller: without one, the home tenant's."""
+        """Return the tenant whose record applies to the caller: without one, the home tenant's."""
         return caller.tenant or self.receipts.home_tenant
 
     def tenant_share(self, caller: Caller) -> float:
-        """The share of --tenant-shares, or else of the tenant's record."""
+        """Return the share of --tenant-shares, or else of the tenant's record."""
         given = self.options.tenant_shares.get(caller.tenant)
         return self.quotas.settings_of(self.tenant_of(caller)).share if given is None else given
 
     def adapter_share(self, selected: Selected) -> float:
-        """The smallest share of the adapters: naming a favoured one too gives no advantage."""
+        """Return the smallest share of the adapters: naming a favoured one too gives no
+        advantage.
+        """
         shares = self.options.adapter_shares
         return min((shares.get(adapter.label, 1.0) for adapter in selected.used), default=1.0)
 

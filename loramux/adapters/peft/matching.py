@@ -180,7 +180,7 @@ class LoraPlan:
         return pairs
 
     def _beside_pairs(self, file: FileTensors, role: Role) -> dict[str, TensorEntry]:
-        """Returns the magnitudes or the biases of lora_B; each module has one or none has."""
+        """Return the magnitudes or the biases of lora_B; each module has one or none has."""
         is_dora = role is Role.MAGNITUDE
         field = "use_dora" if is_dora else "lora_bias"
         is_set = self.config.use_dora if is_dora else self.config.lora_bias
@@ -213,7 +213,7 @@ class LoraPlan:
         return found
 
     def _replaced(self, file: FileTensors) -> tuple[list[PartMaker], list[str]]:
-        """Returns makers of whole projections and norms, and the names of tensors not needed."""
+        """Return makers of whole projections and norms, and the names of tensors not needed."""
         saved, weights = self.config.modules_to_save, file.of(Role.WEIGHT)
         inside = {path: entry for path, entry in weights.items() if path not in PATHS}
         frozen = {
@@ -239,7 +239,7 @@ class LoraPlan:
         plans: Iterable[ModulePlan],
         lora_biases: Mapping[str, TensorEntry],
     ) -> list[PartMaker]:
-        """Returns makers of the gains and biases of fused linears."""
+        """Return makers of the gains and biases of fused linears."""
         biases = file.of(Role.BIAS)
         targets = {target.path: target for target in self.base.targets}
         for path, entry in biases.items():
@@ -287,7 +287,7 @@ class LoraPlan:
         magnitudes: Mapping[str, TensorEntry],
         lora_biases: Mapping[str, TensorEntry],
     ) -> dict[str, LowRank]:
-        """Returns the LoRA of the embedding and of the head."""
+        """Return the LoRA of the embedding and of the head."""
         return {
             path: LowRank(
                 plan.rank,
@@ -327,7 +327,7 @@ def _warn_of_vision(file: FileTensors) -> list[str]:
 
 
 def plan_lora(config: PeftLoraConfig, base: BaseModelInfo) -> AdapterPlan:
-    """Finds what a config targets in this base; raises AdapterRefused."""
+    """Find what a config targets in this base; raise AdapterRefused."""
     if not config.target_parameters:
         return plan_modules_of(config, base)
     inner = plan_modules_of(config, base) if config.target_modules else None
@@ -335,7 +335,7 @@ def plan_lora(config: PeftLoraConfig, base: BaseModelInfo) -> AdapterPlan:
 
 
 def plan_modules_of(config: PeftLoraConfig, base: BaseModelInfo) -> LoraPlan:
-    """Finds the modules that a config targets in this base; raises AdapterRefused."""
+    """Find the modules that a config targets in this base; raise AdapterRefused."""
     embedding, head = vocabulary_targets(base)
     plans = plan_modules(
         config,
@@ -355,7 +355,7 @@ def plan_modules_of(config: PeftLoraConfig, base: BaseModelInfo) -> LoraPlan:
 
 
 def describe_replaced(specs: Iterable[ExtraSpec]) -> str:
-    """Returns the modules with a whole weight or rows of it, in words; empty: none."""
+    """Return the modules with a whole weight or rows of it, in words; empty: none."""
     found: dict[str, int] = {}
     for spec in specs:
         if spec.kind in (ExtraKind.WEIGHT, ExtraKind.ROWS):

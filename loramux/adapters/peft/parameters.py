@@ -244,7 +244,7 @@ class ParameterPlan:
 def plan_parameters(
     config: PeftLoraConfig, base: BaseModelInfo, modules: AdapterPlan | None
 ) -> ParameterPlan:
-    """Finds the parameters that a config targets in this base; raises AdapterRefused."""
+    """Find the parameters that a config targets in this base; raise AdapterRefused."""
     if config.use_dora or config.lora_bias:
         raise AdapterRefused(
             RefusalCode.UNSUPPORTED_FIELD,
@@ -291,7 +291,7 @@ def plan_parameters(
 
 
 def _parameters(base: BaseModelInfo) -> Iterator[Parameter]:
-    """The parameters of each layer in the order of PEFT's file."""
+    """Yield the parameters of each layer in the order of PEFT's file."""
     targets = {(target.layer, target.projection): target for target in base.targets}
     experts = [spec for spec in base.linears if spec.expert is not None]
     gated = [spec for spec in experts if spec.is_gated]

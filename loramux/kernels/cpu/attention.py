@@ -41,7 +41,7 @@ class Plan:
     layout: KVLayout
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores the step's keys and values in their pages."""
+        """Store the step's keys and values in their pages."""
         layout = self.layout
         tokens = storage.view(-1, layout.num_kv_heads * layout.head_dim)
         first = layer * 2 * layout.block_tokens
@@ -122,7 +122,7 @@ def _mask(group: Group, window: int | None, repeat: int, like: Tensor) -> Tensor
 
 
 def _split(sequences: Sequence[SequenceRows]) -> list[list[SequenceRows]]:
-    """Decoding sequences by length, each group within _LENGTH_SPREAD; every other one alone."""
+    """Group decoding sequences by length within _LENGTH_SPREAD; other sequences stay alone."""
     groups = [[sequence] for sequence in sequences if sequence.num_rows > 1]
     decoding = sorted((s for s in sequences if s.num_rows == 1), key=lambda s: s.num_tokens)
     group: list[SequenceRows] = []

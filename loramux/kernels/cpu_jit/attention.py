@@ -53,7 +53,7 @@ class Plan:
     num_threads: int
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores the step's keys and values in their pages."""
+        """Store the step's keys and values in their pages."""
         layout = self.layout
         shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
         pages = storage.view(-1, *shape)
@@ -231,7 +231,7 @@ def _attend_row(places, heads, sizes, seen, scaling):
     **OPTIONS,
 )
 def _take_rows(places, strides, size, shape, place, scaling):
-    """A free thread takes the next row, or the next part of its heads."""
+    """Let a free thread take the next row, or the next part of its heads."""
     storage, q, out, page_table, rows, counter = places
     page_bytes, q_bytes, out_bytes, line_bytes, scores = strides
     num_rows, num_parts = size
@@ -265,7 +265,7 @@ def _take_rows(places, strides, size, shape, place, scaling):
     **OPTIONS,
 )
 def _attend_rows(arrays, strides, tables, scores, taken, heads, place, num_parts, scaling):
-    """Passes addresses to the threads: reference counts of a shared array would be contended.
+    """Pass addresses to the threads: reference counts of a shared array would be contended.
 
     scores: scratch of each thread; taken: zero
     """

@@ -148,7 +148,8 @@ def inverse_rms(squares, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def load_residual(at, inside):
-    """The residual in float32, written two kernels ago or earlier where a GEMM is added to it.
+    """Return the residual in float32, written two kernels ago or earlier where a GEMM is added to
+    it.
 
     So it may be read before the PDL wait, bypassing the SM's L1 cache, which may hold old data.
     """
@@ -157,7 +158,7 @@ def load_residual(at, inside):
 
 @triton.jit
 def load_sum(at, inside, part_step, dtype, PARTS: tl.constexpr):
-    """The sum of split-K partial sums, rounded once like a GEMM without split-K."""
+    """Return the sum of split-K partial sums, rounded once like a GEMM without split-K."""
     total = tl.load(at, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(at + part * part_step, mask=inside, other=0.0)

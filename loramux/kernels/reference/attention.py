@@ -18,7 +18,7 @@ class Plan:
     layout: KVLayout
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores the step's keys and values in their pages."""
+        """Store the step's keys and values in their pages."""
         pages = _pages(storage, self.layout)
         block = self.layout.block_tokens
         for sequence in self.sequences:

@@ -83,7 +83,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 
 
 def reduce_splits(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums split-K partial sums [splits, ...]; rounded once, like a GEMM without split-K."""
+    """Sum split-K partial sums [splits, ...]; rounded once, like a GEMM without split-K."""
     return partials.sum(0).to(dtype)
 
 

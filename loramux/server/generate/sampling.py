@@ -101,7 +101,7 @@ def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int
 
 
 def bad_words_of(body: GenerationBody, codec: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each bad word, with and without a space before it."""
+    """Return the token ids of each bad word, with and without a space before it."""
     words = body.bad_words or []
     longest = max(map(len, words), default=0)
     if len(words) > MAX_BAD_WORDS or longest > MAX_STOP_CHARACTERS or not all(words):
@@ -174,7 +174,7 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def check_sizes(params: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises InvalidRequest if the parameters of all prompts, or what they report, is too much."""
+    """Raise InvalidRequest if the parameters of all prompts, or what they report, is too much."""
     num_ids = (
         len(params.stop_token_ids)
         + len(params.logit_bias)

@@ -238,7 +238,7 @@ def media_type(content_type: str) -> str:
 
 
 def parse_form(body: bytes, content_type: str) -> Form:
-    """Raises InvalidRequest, BodyTooLarge, or NotJson for another type."""
+    """Raise InvalidRequest, BodyTooLarge, or NotJson for another type."""
     if media_type(content_type) != MULTIPART:
         raise NotJson(
             f"Send the files as {MULTIPART}, or as base64 in JSON, not '{content_type[:200]}'."
@@ -273,7 +273,7 @@ def _parts(body: bytes, boundary: bytes) -> list[bytes]:
 
 
 def _content(part: bytes) -> tuple[str, bool, bytes]:
-    """Returns the name of a part, whether it is a file, and its content."""
+    """Return the name of a part, whether it is a file, and its content."""
     head, end, content = part.removeprefix(_LINE).partition(_LINE + _LINE)
     if not end or len(head) > MAX_HEADER_BYTES:
         raise InvalidRequest("A part of the form has no headers, or too long ones.")

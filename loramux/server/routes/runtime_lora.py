@@ -112,7 +112,7 @@ def runtime_lora_routes(context: HostContext) -> list[Route]:
 
 
 async def load_named(context: HostContext, http: Call, asked: LoadRequest) -> None:
-    """Loads an adapter under its name; raises VllmError."""
+    """Load an adapter under its name; raise VllmError."""
     details = {"source": asked.lora_path}
     event = Event(Action.LOAD, context.tenant_of(http.caller), asked.lora_name, details)
     async with audited(context.database, http, event):
@@ -120,7 +120,7 @@ async def load_named(context: HostContext, http: Call, asked: LoadRequest) -> No
 
 
 async def _load(context: HostContext, asked: LoadRequest) -> str:
-    """Returns the CID of the loaded adapter."""
+    """Return the CID of the loaded adapter."""
     name = asked.lora_name
     if not name or not asked.lora_path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
@@ -181,7 +181,7 @@ async def check_name(context: HostContext, name: str) -> None:
 
 
 async def _host_for(context: HostContext, place: str) -> HostContext:
-    """Returns the context of the model that the files are for, on a server with two models."""
+    """Return the context of the model that the files are for, on a server with two models."""
     if not context.others:
         return context
     is_image = await FOLDER_READS.run(is_image_adapter, Path(place))
@@ -200,7 +200,7 @@ async def _is_in_registry(context: HostContext, name: str) -> bool:
 
 
 async def _read_weights(context: HostContext, cid: str) -> None:
-    """Loads the adapter, so that the caller may overwrite its files once the call has returned."""
+    """Load the adapter, so that the caller may overwrite its files once the call has returned."""
     try:
         await warm_up(context, ((cid, 1.0),))
     except (DoesNotFit, EngineBusy, RequestTimeout) as error:
@@ -208,7 +208,7 @@ async def _read_weights(context: HostContext, cid: str) -> None:
 
 
 async def _source(context: HostContext, path: str) -> str:
-    """Returns `hf:owner/name` for a repository of the hub that vLLM's clients name as owner/name.
+    """Return `hf:owner/name` for a repository of the hub that vLLM's clients name as owner/name.
 
     A folder of that name goes first.
     """
@@ -224,7 +224,7 @@ def _is_folder(path: str, roots: Sequence[str]) -> bool:
 
 
 async def _folder(context: HostContext, path: str) -> str:
-    """Returns the folder to load; without --allowed-roots any path is accepted, as in vLLM."""
+    """Return the folder to load; without --allowed-roots any path is accepted, as in vLLM."""
     if is_remote(path) and context.sources is not None:
         return await context.sources.folder(path)
     options = context.options
@@ -272,7 +272,7 @@ def _refused(asked: LoadRequest, error: AdapterRefused) -> VllmError:
 
 
 async def _read(context: HostContext, request: Call, kind: type[Any]) -> Any:
-    """Decodes the body; raises all field errors at once, in the format of vLLM's validation."""
+    """Decode the body; raise all field errors at once, in the format of vLLM's validation."""
     try:
         body = await read_body(request, context.options.max_body_bytes)
     except NotJson as error:

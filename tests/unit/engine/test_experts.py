@@ -115,7 +115,7 @@ def test_int8_experts_equal_their_dequantised_weights(scene: Scene) -> None:
 
 
 def per_expert_files(scene: Scene, folder: Path) -> Path:
-    """The adapter `experts` as PEFT on transformers 4 writes it: a pair for each expert."""
+    """Return the adapter `experts` as PEFT on transformers 4 writes it: a pair for each expert."""
     given = scene.folders["experts"]
     tensors = load_file(given / "adapter_model.safetensors")
     config = json.loads((given / "adapter_config.json").read_text())
@@ -145,7 +145,7 @@ def per_expert_files(scene: Scene, folder: Path) -> Path:
 
 
 def swapped_files(scene: Scene, folder: Path) -> Path:
-    """The adapter `experts` as PEFT before 0.19.1 wrote it: A over the outputs."""
+    """Return the adapter `experts` as PEFT before 0.19.1 wrote it: A over the outputs."""
     given = scene.folders["experts"]
     tensors = load_file(given / "adapter_model.safetensors")
     config = json.loads((given / "adapter_config.json").read_text())

@@ -40,7 +40,7 @@ class RoundedCache(DynamicCache):
 
 
 def oracle(model: Any, folder: Path | None, dtype: torch.dtype) -> Tensor:
-    """The logits of all tokens, of the base or of an adapter."""
+    """Return the logits of all tokens, of the base or of an adapter."""
     from peft import PeftModel
 
     target = model if folder is None else PeftModel.from_pretrained(copy.deepcopy(model), folder)
@@ -63,7 +63,7 @@ def engine_of(
 
 
 def logits_in_chunks(engine: Engine, selections: list[Selection]) -> list[Tensor]:
-    """The logits of every selection: two prefill chunks and three decodes."""
+    """Return the logits of every selection: two prefill chunks and three decodes."""
     last = engine.pages.num_pages - 1
     pages = [[last - 3 * i - j for j in range(3)] for i in range(len(selections))]
     found: list[list[Tensor]] = [[] for _ in selections]

@@ -295,7 +295,7 @@ class World:
         raise AssertionError("the queue does not drain")
 
     def running(self) -> list[str]:
-        """Returns the request ids in the current plan, in its order."""
+        """Return the request ids in the current plan, in its order."""
         assert self.plan is not None
         names = {s.sequence_id: s.request.request_id for s in self.scheduler._sequences.values()}
         return [names[chunk.sequence_id] for chunk in self.plan.chunks]
@@ -331,7 +331,7 @@ class World:
 
 
 def make_request(name: str, num_prompt: int | list[int] = 3, **fields: object) -> Request:
-    """Takes fields of Request and SamplingParams, and `cid` for a selection of one adapter."""
+    """Take fields of Request and SamplingParams, and `cid` for a selection of one adapter."""
     own = {key: fields.pop(key) for key in Request.__struct_fields__ if key in fields}
     cid = fields.pop("cid", None)
     if cid is not None:
@@ -365,7 +365,7 @@ def answer(plan: StepPlan, model: Model) -> StepResult:
 
 
 def hashed(token_ids: Iterable[int]) -> int:
-    """A model whose token depends on all tokens before it; 99 ends one answer of 17."""
+    """Return a model whose token depends on all tokens before it; 99 ends one answer of 17."""
     state = 0
     for token_id in token_ids:
         state = (state * 31 + token_id + 7) % 65521
@@ -430,7 +430,7 @@ class FakeKV:
                 self._slots.pop((page_id, offset), None)
 
     def scribble(self, chunk: Chunk) -> None:
-        """Drops the positions of a sequence that ended while they were planned."""
+        """Drop the positions of a sequence that ended while they were planned."""
         for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
             page_id = chunk.page_ids[position // self._block_tokens]
             self._slots[page_id, position % self._block_tokens] = -1
@@ -452,14 +452,14 @@ class FakeKV:
 
 
 def wide(max_sequences: int = 2, **settings: object) -> World:
-    """Returns a world in which everything fits and only affinity decides."""
+    """Return a world in which everything fits and only affinity decides."""
     settings = {"num_pages": 5000, "max_wait_s": 1e9, "max_model_len": 20_000, **settings}
     settings |= {"max_batch_tokens": 2 * max_sequences + 6, "check_every": 50}
     return World(max_sequences=max_sequences, has_prefixes=False, **settings)  # type: ignore[arg-type]
 
 
 def occupied(**settings: object) -> World:
-    """Returns a world in which x runs for long and the other slot is free at the next step."""
+    """Return a world in which x runs for long and the other slot is free at the next step."""
     world = wide(**settings)
     world.add("x1", 3, cid="x", max_tokens=10_000)
     world.add("base", 3, max_tokens=2)

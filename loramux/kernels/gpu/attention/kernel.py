@@ -97,7 +97,7 @@ def _attend_unmasked(  # noqa: PLR0913
     BLOCK_TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Decodes: every row sees every token of the item."""
+    """Decode: every row sees every token of the item."""
     acc = tl.zeros([ROWS, DIM], tl.float32)
     row = tl.arange(0, ROWS)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -146,7 +146,7 @@ def _attend_masked(  # noqa: PLR0913
 
 @triton.jit
 def _first_half(x):
-    """The first half of the rows; each thread holds both halves, so that no data moves."""
+    """Return the first half of the rows; each thread holds both halves, so that no data moves."""
     HALF: tl.constexpr = x.shape[0] // 2
     if len(x.shape) == 1:
         first, _ = tl.split(tl.trans(tl.reshape(x, (2, HALF))))
@@ -157,7 +157,7 @@ def _first_half(x):
 
 @triton.jit
 def load_item(items_ptr, item):
-    """The fields of a work item: see split_kv.ITEM_FIELDS."""
+    """Return the fields of a work item: see split_kv.ITEM_FIELDS."""
     at = items_ptr + item * 8
     sequence = tl.load(at)
     first_row = tl.load(at + 1)
@@ -192,7 +192,7 @@ def store_item(  # noqa: PLR0913
     DIM: tl.constexpr,
     REDUCED: tl.constexpr,
 ):
-    """Stores an item's rows, or its partial result; the last split to finish reduces all of them.
+    """Store an item's rows, or its partial result; the last split to finish reduces all of them.
 
     acc [rows, DIM]: at most ROWS rows, not yet divided by row_sum
     """
@@ -234,7 +234,7 @@ def _reduce_splits(  # noqa: PLR0913
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the splits' results, weighted by their sums of exponentials, a few rows at a time.
+    """Add the splits' results, weighted by their sums of exponentials, a few rows at a time.
 
     All other CTAs have ended and the next kernel waits, so loads of REDUCED elements are in flight
     while as many are added, and each thread holds the weights of its own row.
@@ -356,7 +356,7 @@ def write_rows(  # noqa: PLR0913
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Stores the keys and values of one row in its slot, unless the slot is negative."""
+    """Store the keys and values of one row in its slot, unless the slot is negative."""
     pdl_wait_and_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)

@@ -85,7 +85,7 @@ class Plan:
     """By sliding window; made on first use when `sequences` are known."""
 
     def first_rows(self, num_rows: int, num_items: Sequence[int]) -> Plan:
-        """Returns the plan of a smaller graph over these buffers, with num_items per tile shape."""
+        """Return the plan of a smaller graph over these buffers, with num_items per tile shape."""
         work = {
             window: tuple(
                 replace(kind, items=kind.items[:count])
@@ -107,7 +107,7 @@ class Plan:
                 split_kv.partition_decodes(num_tokens, cut, work.items)
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores the step's keys and values in their pages."""
+        """Store the step's keys and values in their pages."""
         layout = self.layout
         size = layout.num_kv_heads * layout.head_dim
         write_rows[(k.shape[0],)](
@@ -140,7 +140,7 @@ class Plan:
 
 
 def attention_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
-    """The dtype in which queries are multiplied with keys, and weights with values.
+    """Return the dtype in which queries are multiplied with keys, and weights with values.
 
     Of two 16-bit dtypes it is that of the cache: converted queries are as exact as they were.
     """
@@ -166,7 +166,7 @@ def plan_decodes(
     q: Tensor,
     windows: Iterable[int | None] = (None,),
 ) -> Plan:
-    """A plan of fixed shape for a CUDA graph: one row per sequence; `partition` fills it.
+    """Return a plan of fixed shape for a CUDA graph: one row per sequence; `partition` fills it.
 
     page_table [sequences, pages] int32   q: any tensor of the queries' shape, in the dtype of
     `attention_dtype`
@@ -193,7 +193,7 @@ def plan_steps(
     layout: KVLayout,
     items: Mapping[int | None, Sequence[Tensor]],
 ) -> Plan:
-    """A plan of fixed shape for a CUDA graph of any step; `partition_steps` makes the items.
+    """Return a plan of fixed shape for a CUDA graph of any step; `partition_steps` makes the items.
 
     page_table [sequences, pages], slots [rows] int32   q: as in plan_decodes
     """
