@@ -141,7 +141,7 @@ def test_four_bit_weights_are_unpacked() -> None:
         (four_bit, (5, 512, 128)),
         (four_bit, (6, 128, 32)),
     ],
-    ids=str,
+    ids=["rows", "groups", "int4", "int4 in groups of 32"],
 )
 def test_weights_are_dequantised(
     ops: ModuleType, make: Callable[..., EightBitWeight | FourBitWeight], shape: tuple[int, ...]
