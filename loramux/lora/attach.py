@@ -38,6 +38,11 @@ class LoraLinear(nn.Module):
         self.context = context
 
     @property
+    def gemm_key(self) -> str:
+        """The format of the base's weight."""
+        return self.base.gemm_key
+
+    @property
     def current(self) -> LinearMethod:
         """The linear of this forward: the base, or its merged copy."""
         merged = self.context.merged

@@ -7,6 +7,9 @@ from loramux.kernels.ops import LoraSlice, LoraWeights, Segment
 from loramux.kernels.reference import lora as lora_torch
 from loramux.lora.attach import LoraLinear, attach
 from loramux.lora.batch import LoraBatch
+from loramux.models.architectures import parse_config
+from loramux.models.decoder import Decoder
+from tests.model_factory import tiny_config
 
 
 class Layer(nn.Module):
@@ -55,3 +58,12 @@ def test_merged_sites_stand_for_the_batch_and_untouched_sites_stay_the_base() ->
         assert torch.equal(layer.down(x), plain)
     assert list(context.bases) == [(0, "o"), (0, "down")]
     assert context.bases[0, "o"] is layer.o.base
+
+
+def test_a_decoder_with_attached_adapters_tells_the_formats_of_its_weights() -> None:
+    fields = {**tiny_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
+    decoder = Decoder(parse_config(fields), dtype=torch.float32, device="meta")
+    names = [spec.name for spec, _ in decoder.linears()]
+    attach(decoder.layers, dict.fromkeys(names), lora_torch)
+    assert all(isinstance(linear, LoraLinear) for _, linear in decoder.linears())
+    assert decoder.kept_formats == ()
