@@ -135,12 +135,18 @@ class Reconciler:
             return self._desired
         async with self._refreshing:
             if not self._is_fresh:
-                try:
-                    async with asyncio.timeout(_REFRESH_S):
-                        await self.refresh()
-                # What was loaded is served on while the store is away.
-                except Exception as error:
-                    self._went_away(error)
+                await self._newest()
+        return self._desired
+
+    async def _newest(self) -> Desired:
+        """Return the record as it is now, or as it was known while its store is away."""
+        if not self._is_away:
+            try:
+                async with asyncio.timeout(_REFRESH_S):
+                    await self.refresh()
+            # What was loaded is served on.
+            except Exception as error:
+                self._went_away(error)
         return self._desired
 
     async def settled(self) -> None:
@@ -330,7 +336,8 @@ class Reconciler:
         """Load or unload an adapter; returns the problem."""
         unload = {"lora_name": one.name}
         async with places, self._held(replica, one.name):
-            if self._desired.adapters.get(one.name) != one:
+            # Another router may have changed it since this pass began.
+            if (await self._newest()).adapters.get(one.name) != one:
                 # It was changed meanwhile; the loop was woken.
                 return "it is being changed"
             if one.state is DesiredState.GONE:
