@@ -127,4 +127,4 @@ async def with_server(folder: Path, use: Any) -> None:
         async with client:
             await use(client)
     finally:
-        await engine.close()
+        await engine.close(drain_s=0)
