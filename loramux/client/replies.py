@@ -227,6 +227,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fallback_reason: str | None = None
     """Why the CPU is used although the machine has an NVIDIA GPU."""
     dtype: str = ""
+    kv_cache_dtype: str | None = None
+    """None for an image model."""
     max_batch_tokens: int = 0
     max_sequences: int = 0
     running: int = 0

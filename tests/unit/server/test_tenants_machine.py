@@ -84,6 +84,8 @@ def test_the_requests_here_are_answered_with_the_right_key(world: World) -> None
     drawing += ("/sdapi/v1/txt2img", "/sdapi/v1/img2img")
     names |= dict.fromkeys((f"POST {path}" for path in drawing), "ink")
     names["POST /sdapi/v1/options"] = "tiny-flux"
+    # Versions are of given names; those of the registry have them in the name.
+    names["GET /v1/adapters/{name:path}/version"] = "legal"
     steps = [Step(0, 0, route, names.get(route, "private")) for route in wanted]
     steps = [
         Step(0, 0, step.route, "sql") if step.route.endswith(("promote", "split")) else step
