@@ -208,17 +208,16 @@ class Decoder(nn.Module):
         self.rotaries = nn.ModuleList(
             Rotary(rope, config.head_dim, device=device) for rope in config.ropes
         )
+        # Read now: an executor may wrap the linears.
+        formats = {linear.gemm_key for _, linear in self.linears()} - {DENSE}
+        self.kept_formats: tuple[str, ...] = tuple(sorted(formats))
+        """Formats other than floating point in which weights of layers are kept."""
 
     def linears(self) -> Iterator[tuple[LinearSpec, LinearMethod]]:
         """Yield the linears of all layers, layer by layer."""
         for layer in cast("list[DecoderLayer]", list(self.layers)):
             for spec in layer.specs:
                 yield spec, layer.linear(spec.name)
-
-    @property
-    def kept_formats(self) -> tuple[str, ...]:
-        """Formats other than floating point in which weights of layers are kept."""
-        return tuple(sorted({linear.gemm_key for _, linear in self.linears()} - {DENSE}))
 
     def describe(
         self,
