@@ -19,7 +19,7 @@ def test_the_readme_is_short_and_shows_the_two_commands_on_its_first_screen() ->
     first_screen = "\n".join(lines[:30])
     assert "make serve" in first_screen and "make test" in first_screen
     second_screen = "\n".join(lines[30:60])
-    for words in ("## On a GPU", "loramux[gpu]", "=hf:", "loramux push"):
+    for words in ("## On a GPU", ".[gpu]", "=hf:", "loramux push"):
         assert words in second_screen
 
 

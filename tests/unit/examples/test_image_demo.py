@@ -155,7 +155,7 @@ def test_images_means_the_demo(tmp_path):
     ]
     plain = load_serve_config({}).images
     assert with_demo(plain) == plain
-    with pytest.raises(InvalidRequest, match="Clone the repository"):
+    with pytest.raises(InvalidRequest, match="Install loramux again"):
         demo_images(tmp_path)
     both = load_serve_config({"images": True, "image_model": "other"}).images
     with pytest.raises(InvalidRequest, match="leave it out"):
